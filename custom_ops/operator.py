@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy.typing as npt
+
 NAMESPACE = "qwen_mtp"
 MICROSOFT = "com.microsoft"
 
@@ -30,3 +32,32 @@ class Operator:
     meaning: Callable[..., Any]
     fake: Callable[..., Any]
     onnx: Callable[..., Any]
+
+
+def const(op: Any, array: npt.NDArray[Any]) -> Any:
+    """Give the graph of ``op`` a constant; equal constants are stored once.
+
+    Args:
+        op: The onnxscript ``OpBuilder`` of the graph being written.
+        array: The value.
+    """
+    key = ("const", array.dtype.str, array.shape, array.tobytes())
+    return shared(op, key, lambda: op.builder.initializer(_named(op, array), qualify=False))
+
+
+def shared(op: Any, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    """Emit ``make()`` once per graph and answer with the same value(s) afterwards.
+
+    For index arithmetic that every layer needs: block tables, masks, constants.
+    """
+    memo = op.builder.graph.meta.setdefault(NAMESPACE, {})
+    if key not in memo:
+        memo[key] = make()
+    return memo[key]
+
+
+def _named(op: Any, array: npt.NDArray[Any]) -> Any:
+    import onnx_ir
+
+    root = op.builder.root.graph
+    return onnx_ir.tensor(array, name=f"const_{len(root.initializers)}")

@@ -1,0 +1,265 @@
+"""Attention over a paged key/value pool with a block table.
+
+A pool is ``[Nkv, slots, D]``; position p of a sequence lives in slot
+``block_table[p // block_size] * block_size + p % block_size``. Block 0 belongs to nobody: its
+slot 0 stays zero and is what masked positions read, its slot 1 takes the rows that must not be
+kept. So neither a stale block nor a padded row can reach a live sequence, NaN included.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from qwen_mtp.custom_ops.operator import MICROSOFT, Operator, const, shared
+
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int32]
+
+ZERO_SLOT = 0
+TRASH_SLOT = 1
+
+
+def write_slots(table: Ints, start: Ints, count: Ints, rows: int, block_size: int) -> Ints:
+    """Slot of each new row, ``[B, R]``; rows not to be kept get the trash slot.
+
+    Args:
+        table: ``[B, P]`` int32 block table, 0 where no block is assigned.
+        start: ``[B]`` int32 position of row 0.
+        count: ``[B]`` int32 rows to keep.
+        rows: Rows R.
+        block_size: Positions in a block, at least 2.
+    """
+    step = np.arange(rows, dtype=np.int32)
+    position = start[:, None] + step
+    page = position // block_size
+    block = np.take_along_axis(table, np.minimum(page, table.shape[1] - 1).astype(np.int64), 1)
+    kept = (step < count[:, None]) & (page < table.shape[1]) & (block > 0)
+    return np.where(kept, block * block_size + position % block_size, TRASH_SLOT).astype(np.int32)
+
+
+def read_slots(table: Ints, length: Ints, block_size: int) -> Ints:
+    """Slot of every position of the table, ``[B, P * block_size]``; zero slot beyond ``length``."""
+    slots = table[:, :, None] * block_size + np.arange(block_size, dtype=np.int32)
+    live = (table > 0)[:, :, None] & np.ones(block_size, dtype=bool)
+    slots, live = (x.reshape(len(table), -1) for x in (slots, live))
+    live &= np.arange(slots.shape[1]) < length[:, None]
+    return np.where(live, slots, ZERO_SLOT).astype(np.int32)
+
+
+def kv_write(
+    k: Floats,
+    v: Floats,
+    k_pool: Floats,
+    v_pool: Floats,
+    table: Ints,
+    start: Ints,
+    count: Ints,
+    block_size: int,
+) -> tuple[Floats, Floats]:
+    """Store new keys and values.
+
+    Args:
+        k: ``[B, R, Nkv, D]`` float32.
+        v: ``[B, R, Nkv, D]`` float32.
+        k_pool: ``[Nkv, slots, D]`` float32.
+        v_pool: ``[Nkv, slots, D]`` float32.
+        table: ``[B, P]`` int32.
+        start: ``[B]`` int32 position of row 0.
+        count: ``[B]`` int32 rows to keep, 0 for an idle batch slot.
+        block_size: Positions in a block.
+
+    Returns:
+        The two pools.
+    """
+    slots = write_slots(table, start, count, k.shape[1], block_size).ravel()
+    pools = []
+    for pool, rows in ((k_pool, k), (v_pool, v)):
+        pool = pool.copy()
+        pool[:, slots] = rows.reshape(-1, *rows.shape[2:]).swapaxes(0, 1)
+        pools.append(pool)
+    return pools[0], pools[1]
+
+
+def paged_attention(
+    q: Floats,
+    k_pool: Floats,
+    v_pool: Floats,
+    table: Ints,
+    start: Ints,
+    count: Ints,
+    block_size: int,
+) -> Floats:
+    """Causal attention of new rows over the positions up to their own.
+
+    Args:
+        q: ``[B, R, Nh, D]`` float32; query head h reads key/value head ``h // (Nh / Nkv)``.
+        k_pool: ``[Nkv, slots, D]`` float32 that already hold the new rows.
+        v_pool: ``[Nkv, slots, D]`` float32.
+        table: ``[B, P]`` int32.
+        start: ``[B]`` int32 position of row 0.
+        count: ``[B]`` int32 rows that are real; nothing at or after ``start + count`` is read.
+        block_size: Positions in a block.
+
+    Returns:
+        ``[B, R, Nh, D]`` float32; rows at or after ``count`` carry no meaning.
+    """
+    batch, rows, heads, dim = q.shape
+    kv_heads = k_pool.shape[0]
+    slots = read_slots(table, start + count, block_size)
+    keys, values = k_pool[:, slots], v_pool[:, slots]
+    grouped = q.reshape(batch, rows, kv_heads, -1, dim)
+    scores = np.einsum("brhgd,hbtd->bhrgt", grouped, keys) * np.float32(dim**-0.5)
+    seen = np.arange(slots.shape[1]) <= (start[:, None] + np.arange(rows))[..., None]
+    scores = np.where(seen[:, None, :, None], scores, np.float32(-np.inf))
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return np.einsum("bhrgt,hbtd->brhgd", weights, values).reshape(batch, rows, heads, dim)
+
+
+def _write_fake(
+    k: Any, v: Any, k_pool: Any, v_pool: Any, table: Any, start: Any, count: Any, block_size: int
+) -> tuple[Any, Any]:
+    return k_pool.new_empty(k_pool.shape), v_pool.new_empty(v_pool.shape)
+
+
+def _attention_fake(
+    q: Any, k_pool: Any, v_pool: Any, table: Any, start: Any, count: Any, block_size: int
+) -> Any:
+    return q.new_empty(q.shape)
+
+
+def _positions(op: Any, start: Any, rows: int) -> Any:
+    """``[B, R]`` int32."""
+    steps = const(op, np.arange(rows, dtype=np.int32)[None])
+    return shared(
+        op, ("positions", start, rows), lambda: op.Add(op.Unsqueeze(start, [1]), steps)
+    )
+
+
+def _scatter_index(
+    op: Any, table: Any, start: Any, count: Any, rows: int, kv_heads: int, block_size: int
+) -> Any:
+    """``[Nkv, B * R, 2]`` int64 pairs (head, slot) for ScatterND."""
+
+    def make() -> Any:
+        size, one = (const(op, np.array(x, np.int32)) for x in (block_size, 1))
+        position = _positions(op, start, rows)
+        page = op.Div(position, size)
+        width = op.Cast(op.Shape(table, start=1, end=2), to=6)
+        block = op.GatherElements(table, op.Min(page, op.Sub(width, one)), axis=1)
+        steps = const(op, np.arange(rows, dtype=np.int32)[None])
+        kept = op.And(op.Less(steps, op.Unsqueeze(count, [1])), op.Less(page, width))
+        kept = op.And(kept, op.Greater(block, const(op, np.array(0, np.int32))))
+        slot = op.Add(op.Mul(block, size), op.Mod(position, size))
+        slot = op.Where(kept, slot, const(op, np.array(TRASH_SLOT, np.int32)))
+        slot = op.Expand(op.Reshape(op.Cast(slot, to=7), [1, -1, 1]), [kv_heads, 1, 1])
+        each = np.arange(kv_heads, dtype=np.int64)[:, None, None]
+        heads = const(op, np.broadcast_to(each, (kv_heads, int(table.shape[0]) * rows, 1)))
+        return op.Concat(heads, slot, axis=2)
+
+    return shared(op, ("scatter_index", table, start, count, rows, kv_heads), make)
+
+
+def _write_onnx(
+    op: Any,
+    k: Any,
+    v: Any,
+    k_pool: Any,
+    v_pool: Any,
+    table: Any,
+    start: Any,
+    count: Any,
+    block_size: int,
+) -> tuple[Any, Any]:
+    batch, rows, kv_heads, dim = (int(d) for d in k.shape)
+    index = _scatter_index(op, table, start, count, rows, kv_heads, block_size)
+
+    def write(pool: Any, new: Any) -> Any:
+        flat = op.Reshape(new, [batch * rows, kv_heads, dim])
+        return op.ScatterND(pool, index, op.Transpose(flat, perm=[1, 0, 2]))
+
+    return write(k_pool, k), write(v_pool, v)
+
+
+def _gather_index(op: Any, table: Any, start: Any, count: Any, block_size: int) -> Any:
+    """``[B, T]`` int32 slots to read; the table may be narrower than declared."""
+
+    def make() -> Any:
+        offsets = const(op, np.arange(block_size, dtype=np.int32)[None, None])
+        zero, size = (const(op, np.array(x, np.int32)) for x in (0, block_size))
+        pages = op.Unsqueeze(table, [2])
+        slots = op.Add(op.Mul(pages, size), offsets)
+        slots = op.Where(op.Greater(pages, zero), slots, const(op, np.array(ZERO_SLOT, np.int32)))
+        slots = op.Reshape(slots, [int(table.shape[0]), -1])
+        end = op.Unsqueeze(op.Add(start, count), [1])
+        live = op.Less(_ruler(op, table, block_size), end)
+        return op.Where(live, slots, const(op, np.array(ZERO_SLOT, np.int32)))
+
+    return shared(op, ("gather_index", table, start, count), make)
+
+
+def _ruler(op: Any, table: Any, block_size: int) -> Any:
+    """``[1, T]`` int32: 0, 1, ... for every position the table covers."""
+
+    def make() -> Any:
+        width = op.Squeeze(op.Cast(op.Shape(table, start=1, end=2), to=6), [0])
+        end = op.Mul(width, const(op, np.array(block_size, np.int32)))
+        zero, one = (const(op, np.array(x, np.int32)) for x in (0, 1))
+        return op.Unsqueeze(op.Range(zero, end, one), [0])
+
+    return shared(op, ("ruler", table), make)
+
+
+def _seen(op: Any, table: Any, start: Any, rows: int, group: int, block_size: int) -> Any:
+    """``[1, B, R * G, T]`` bool: positions a query row may look at."""
+
+    def make() -> Any:
+        ruler = op.Unsqueeze(_ruler(op, table, block_size), [0])
+        row = op.Unsqueeze(_positions(op, start, rows), [2])
+        seen = op.Unsqueeze(op.LessOrEqual(ruler, row), [0, 3])
+        batch = int(table.shape[0])
+        wide = op.Expand(seen, const(op, np.array([1, batch, rows, group, 1], np.int64)))
+        return op.Reshape(wide, [1, batch, rows * group, -1])
+
+    return shared(op, ("seen", table, start, rows, group), make)
+
+
+def _attention_onnx(
+    op: Any, q: Any, k_pool: Any, v_pool: Any, table: Any, start: Any, count: Any, block_size: int
+) -> Any:
+    batch, rows, heads, dim = (int(d) for d in q.shape)
+    kv_heads = int(k_pool.shape[0])
+    group = heads // kv_heads
+    slots = _gather_index(op, table, start, count, block_size)
+    keys, values = op.Gather(k_pool, slots, axis=1), op.Gather(v_pool, slots, axis=1)
+    # All rows of a group meet one copy of the keys: at least two rows in the product, which is
+    # what keeps a row's bits independent of how many rows there are (onnx.md 2b).
+    grouped = op.Reshape(q, [batch, rows, kv_heads, group, dim])
+    grouped = op.Reshape(
+        op.Transpose(grouped, perm=[2, 0, 1, 3, 4]), [kv_heads, batch, rows * group, dim]
+    )
+    scores = op.FusedMatMul(grouped, keys, transB=1, alpha=dim**-0.5, _domain=MICROSOFT)
+    seen = _seen(op, table, start, rows, group, block_size)
+    scores = op.Where(seen, scores, const(op, np.array(-np.inf, np.float32)))
+    mixed = op.MatMul(op.Softmax(scores, axis=-1), values)
+    mixed = op.Reshape(mixed, [kv_heads, batch, rows, group, dim])
+    return op.Reshape(op.Transpose(mixed, perm=[1, 2, 0, 3, 4]), [batch, rows, heads, dim])
+
+
+KV_WRITE = Operator(
+    name="kv_write",
+    schema="(Tensor k, Tensor v, Tensor k_pool, Tensor v_pool, Tensor table, Tensor start,"
+    " Tensor count, int block_size) -> (Tensor, Tensor)",
+    meaning=kv_write,
+    fake=_write_fake,
+    onnx=_write_onnx,
+)
+PAGED_ATTENTION = Operator(
+    name="paged_attention",
+    schema="(Tensor q, Tensor k_pool, Tensor v_pool, Tensor table, Tensor start,"
+    " Tensor count, int block_size) -> Tensor",
+    meaning=paged_attention,
+    fake=_attention_fake,
+    onnx=_attention_onnx,
+)

@@ -1,0 +1,112 @@
+"""Gated delta rule with masked commit (semantics 2.4, 6.1).
+
+For every value head, with k, q of its key head (value head i reads key head ``i // (Nv / Nk)``)::
+
+    S <- exp(g) S;   d = beta (v - S^T k);   S <- S + k d^T;   o = S^T (q * Dk^-0.5)
+
+A row at or after ``count`` is an exact no-op on the state: decay 1, beta 0, key and value 0, so
+not even a NaN in it can reach the state. That is the whole rollback: rejected rows are replayed
+as no-ops, and the committed state carries the bits of one-token stepping.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from qwen_mtp.custom_ops.operator import MICROSOFT, Operator, const, shared
+
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int32]
+
+
+def gated_delta_rule(
+    q: Floats,
+    k: Floats,
+    v: Floats,
+    g: Floats,
+    beta: Floats,
+    state: Floats,
+    count: Ints | None = None,
+) -> tuple[Floats, Floats]:
+    """Run R rows of the recurrence.
+
+    Args:
+        q: ``[B, R, Nk, Dk]`` float32, L2-normalised, not scaled.
+        k: ``[B, R, Nk, Dk]`` float32, L2-normalised.
+        v: ``[B, R, Nv, Dv]`` float32.
+        g: ``[B, R, Nv]`` float32 log decay (<= 0).
+        beta: ``[B, R, Nv]`` float32 in [0, 1].
+        state: ``[B, Nv, Dk, Dv]`` float32.
+        count: ``[B]`` int32; rows from ``count[b]`` on leave the state alone. None keeps all.
+
+    Returns:
+        Outputs ``[B, R, Nv, Dv]`` (rows at or after ``count`` carry no meaning) and the state
+        after the last kept row, ``[B, Nv, Dk, Dv]``.
+    """
+    rows, ratio = q.shape[1], v.shape[2] // q.shape[2]
+    if count is not None:
+        keep = np.arange(rows) < count[:, None]
+        k, v = (np.where(keep[..., None, None], x, np.float32(0)) for x in (k, v))
+        g, beta = (np.where(keep[..., None], x, np.float32(0)) for x in (g, beta))
+    q, k = np.repeat(q, ratio, axis=2), np.repeat(k, ratio, axis=2)
+    out = np.empty_like(v)
+    scale = np.float32(q.shape[-1] ** -0.5)
+    for t in range(rows):
+        state = state * np.exp(g[:, t])[..., None, None]
+        read = np.einsum("bhkv,bhk->bhv", state, k[:, t])
+        delta = beta[:, t][..., None] * (v[:, t] - read)
+        state = state + k[:, t][..., None] * delta[..., None, :]
+        out[:, t] = np.einsum("bhkv,bhk->bhv", state, q[:, t] * scale)
+    return out, state
+
+
+def _fake(q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, count: Any) -> tuple[Any, Any]:
+    return v.new_empty(v.shape), state.new_empty(state.shape)
+
+
+def _keep_mask(op: Any, count: Any, rows: int) -> Any:
+    """``[B, R, 1]`` bool: rows before ``count``."""
+
+    def make() -> Any:
+        steps = const(op, np.arange(rows, dtype=np.int32)[None])
+        return op.Unsqueeze(op.Less(steps, op.Unsqueeze(count, [1])), [2])
+
+    return shared(op, ("keep_mask", count, rows), make)
+
+
+def _onnx(
+    op: Any, q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, count: Any
+) -> tuple[Any, Any]:
+    rows, key_heads, key_dim = (int(d) for d in q.shape[1:])
+    heads, value_dim = (int(d) for d in v.shape[2:])
+    q, k = (op.Reshape(x, [0, 0, key_heads * key_dim]) for x in (q, k))
+    v = op.Reshape(v, [0, 0, heads * value_dim])
+    if count is not None:
+        keep, zero = _keep_mask(op, count, rows), const(op, np.zeros((), np.float32))
+        k, v, g, beta = (op.Where(keep, x, zero) for x in (k, v, g, beta))
+    out, state = op.LinearAttention(
+        q,
+        k,
+        v,
+        state,
+        g,
+        beta,
+        q_num_heads=key_heads,
+        kv_num_heads=heads,
+        update_rule="gated_delta",
+        scale=key_dim**-0.5,
+        _domain=MICROSOFT,
+        _outputs=2,
+    )
+    return op.Reshape(out, [0, 0, heads, value_dim]), state
+
+
+GATED_DELTA_RULE = Operator(
+    name="gated_delta_rule",
+    schema="(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor state, Tensor? count)"
+    " -> (Tensor, Tensor)",
+    meaning=gated_delta_rule,
+    fake=_fake,
+    onnx=_onnx,
+)

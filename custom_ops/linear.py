@@ -1,0 +1,227 @@
+"""Linear layers in the three weight formats; every kernel gives a row its own bits.
+
+* ``fp32``: the checkpoint's ``[N, K]`` matrix.
+* ``int8``: ``[K, N]`` int8 with one scale per output channel; activations are quantised per row
+  to uint8 around 128 and multiplied in integers, the arithmetic of Ascend's W8A8-dynamic.
+  A per-tensor activation scale would let a draft row move the rows before it.
+* ``int4``: blocks of 32 along K, symmetric, two values a byte, low nibble first
+  (``MatMulNBits`` with accuracy_level 4, the only variant whose rows are independent).
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from qwen_mtp.custom_ops.operator import MICROSOFT, Operator, const
+
+Floats = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
+Int8s = npt.NDArray[np.int8]
+
+BLOCK = 32
+ZERO_POINT = 128
+TINY = np.float32(1e-30)  # keeps the scale of an all-zero row positive
+
+
+def quantize_int8(weight: Floats) -> tuple[Int8s, Floats]:
+    """Round each output channel to int8.
+
+    Args:
+        weight: ``[N, K]`` float32.
+
+    Returns:
+        ``[K, N]`` int8 and ``[N]`` float32 scales.
+    """
+    scale = np.maximum(np.abs(weight).max(axis=1), TINY) / np.float32(127)
+    return np.rint(weight / scale[:, None]).astype(np.int8).T, scale.astype(np.float32)
+
+
+def quantize_int4(weight: Floats) -> tuple[Bytes, Floats]:
+    """Round blocks of 32 inputs to 4 bits, values -7..7 stored with an offset of 8.
+
+    Args:
+        weight: ``[N, K]`` float32, K a multiple of 32.
+
+    Returns:
+        ``[N, K / 32, 16]`` uint8 and ``[N, K / 32]`` float32 scales.
+    """
+    blocks = weight.reshape(weight.shape[0], -1, BLOCK)
+    scale = (np.maximum(np.abs(blocks).max(axis=2), TINY) / np.float32(7)).astype(np.float32)
+    values = (np.rint(blocks / scale[..., None]) + 8).astype(np.uint8)
+    return values[..., 0::2] | (values[..., 1::2] << 4), scale
+
+
+def dequantize_int4(packed: Bytes, scale: Floats) -> Floats:
+    """Undo :func:`quantize_int4`: ``[N, K / 32, 16]`` and ``[N, K / 32]`` to ``[N, K]``."""
+    values = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:2], BLOCK)
+    weight = (values.astype(np.float32) - 8) * scale[..., None]
+    return np.asarray(weight, dtype=np.float32).reshape(len(packed), -1)
+
+
+def quantize_rows(x: Floats) -> tuple[Bytes, Floats]:
+    """Quantise activations per row: ``[M, K]`` to uint8 around 128 and ``[M, 1]`` scales."""
+    scale = np.maximum(np.abs(x).max(axis=-1, keepdims=True), TINY) / np.float32(127)
+    return (np.rint(x / scale) + ZERO_POINT).astype(np.uint8), scale
+
+
+def linear(x: Floats, weight: Floats) -> Floats:
+    """``x @ weight^T``: ``[M, K]`` by ``[N, K]`` to ``[M, N]``, float32."""
+    return x @ weight.T
+
+
+def linear_int8(x: Floats, weight: Int8s, scale: Floats) -> Floats:
+    """Integer product of quantised rows, scaled per channel and per row.
+
+    Args:
+        x: ``[M, K]`` float32.
+        weight: ``[K, N]`` int8.
+        scale: ``[N]`` float32.
+    """
+    q, row_scale = quantize_rows(x)
+    # float64 holds every partial sum exactly, so this is the integer product at BLAS speed.
+    product = (q.astype(np.float64) - ZERO_POINT) @ weight.astype(np.float64)
+    return product.astype(np.float32) * scale * row_scale
+
+
+def linear_int4(x: Floats, packed: Bytes, scale: Floats) -> Floats:
+    """Product with the dequantised matrix.
+
+    Kernels also round each block of 32 activations to int8, which is allowed to move the result
+    by half a step of that rounding.
+
+    Args:
+        x: ``[M, K]`` float32.
+        packed: ``[N, K / 32, 16]`` uint8.
+        scale: ``[N, K / 32]`` float32.
+    """
+    return x @ dequantize_int4(packed, scale).T
+
+
+def embedding(ids: npt.NDArray[np.int32], table: Floats) -> Floats:
+    """Rows of ``[V, H]`` float32: ``[M]`` ids to ``[M, H]``; a negative id reads row 0."""
+    return table[np.maximum(ids, 0)]
+
+
+def embedding_int8(ids: npt.NDArray[np.int32], weight: Int8s, scale: Floats) -> Floats:
+    """Rows of a head stored as ``[H, V]`` int8 with ``[V]`` scales; a negative id reads row 0."""
+    ids = np.maximum(ids, 0)
+    return weight[:, ids].T.astype(np.float32) * scale[ids][:, None]
+
+
+def embedding_int4(ids: npt.NDArray[np.int32], packed: Bytes, scale: Floats) -> Floats:
+    """Rows of a head stored as ``[V, H / 32, 16]`` uint8; a negative id reads row 0."""
+    ids = np.maximum(ids, 0)
+    return dequantize_int4(packed[ids], scale[ids])
+
+
+def _product_fake(x: Any, weight: Any) -> Any:
+    return x.new_empty((x.shape[0], weight.shape[0]))
+
+
+def _int8_fake(x: Any, weight: Any, scale: Any) -> Any:
+    return x.new_empty((x.shape[0], weight.shape[1]))
+
+
+def _int4_fake(x: Any, packed: Any, scale: Any) -> Any:
+    return x.new_empty((x.shape[0], packed.shape[0]))
+
+
+def _product_onnx(op: Any, x: Any, weight: Any) -> Any:
+    return op.Gemm(x, weight, transB=1)
+
+
+def _int8_onnx(op: Any, x: Any, weight: Any, scale: Any) -> Any:
+    tiny, steps, zero = (const(op, np.array(c, np.float32)) for c in (TINY, 127, ZERO_POINT))
+    row_scale = op.Div(op.Max(op.ReduceMax(op.Abs(x), [-1], keepdims=1), tiny), steps)
+    q = op.Cast(op.Add(op.Round(op.Div(x, row_scale)), zero), to=2)
+    one, zero_point = const(op, np.ones((), np.float32)), const(op, np.array(128, np.uint8))
+    product = op.MatMulIntegerToFloat(q, weight, one, scale, zero_point, _domain=MICROSOFT)
+    return op.Mul(product, row_scale)
+
+
+def _int4_onnx(op: Any, x: Any, packed: Any, scale: Any) -> Any:
+    width, blocks = int(packed.shape[0]), int(packed.shape[1])
+    return op.MatMulNBits(
+        x,
+        packed,
+        scale,
+        K=blocks * BLOCK,
+        N=width,
+        bits=4,
+        block_size=BLOCK,
+        accuracy_level=4,
+        _domain=MICROSOFT,
+    )
+
+
+def _safe_ids(op: Any, ids: Any) -> Any:
+    return op.Max(ids, const(op, np.zeros((), np.int32)))
+
+
+def _embedding_onnx(op: Any, ids: Any, table: Any) -> Any:
+    return op.Gather(table, _safe_ids(op, ids), axis=0)
+
+
+def _embedding_int8_onnx(op: Any, ids: Any, weight: Any, scale: Any) -> Any:
+    ids = _safe_ids(op, ids)
+    columns = op.Cast(op.Transpose(op.Gather(weight, ids, axis=1), perm=[1, 0]), to=1)
+    return op.Mul(columns, op.Unsqueeze(op.Gather(scale, ids, axis=0), [1]))
+
+
+def _embedding_int4_onnx(op: Any, ids: Any, packed: Any, scale: Any) -> Any:
+    rows, blocks = int(packed.shape[0]), int(packed.shape[1])
+    flat = op.Reshape(packed, const(op, np.array([rows, blocks * BLOCK // 2], np.int64)))
+    return op.GatherBlockQuantized(
+        flat,
+        _safe_ids(op, ids),
+        scale,
+        bits=4,
+        block_size=BLOCK,
+        gather_axis=0,
+        quantize_axis=1,
+        _domain=MICROSOFT,
+    )
+
+
+def _rows_fake(ids: Any, table: Any) -> Any:
+    return table.new_empty((ids.shape[0], table.shape[1]))
+
+
+def _int8_rows_fake(ids: Any, weight: Any, scale: Any) -> Any:
+    return scale.new_empty((ids.shape[0], weight.shape[0]))
+
+
+def _int4_rows_fake(ids: Any, packed: Any, scale: Any) -> Any:
+    return scale.new_empty((ids.shape[0], packed.shape[1] * BLOCK))
+
+
+def _operator(name: str, inputs: str, meaning: Any, fake: Any, onnx: Any) -> Operator:
+    schema = f"({inputs}) -> Tensor"
+    return Operator(name=name, schema=schema, meaning=meaning, fake=fake, onnx=onnx)
+
+
+LINEAR = _operator("linear", "Tensor x, Tensor weight", linear, _product_fake, _product_onnx)
+LINEAR_INT8 = _operator(
+    "linear_int8", "Tensor x, Tensor weight, Tensor scale", linear_int8, _int8_fake, _int8_onnx
+)
+LINEAR_INT4 = _operator(
+    "linear_int4", "Tensor x, Tensor packed, Tensor scale", linear_int4, _int4_fake, _int4_onnx
+)
+EMBEDDING = _operator(
+    "embedding", "Tensor ids, Tensor table", embedding, _rows_fake, _embedding_onnx
+)
+EMBEDDING_INT8 = _operator(
+    "embedding_int8",
+    "Tensor ids, Tensor weight, Tensor scale",
+    embedding_int8,
+    _int8_rows_fake,
+    _embedding_int8_onnx,
+)
+EMBEDDING_INT4 = _operator(
+    "embedding_int4",
+    "Tensor ids, Tensor packed, Tensor scale",
+    embedding_int4,
+    _int4_rows_fake,
+    _embedding_int4_onnx,
+)

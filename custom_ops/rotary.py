@@ -1,0 +1,94 @@
+"""Partial rotary embedding with half-split pairing, and its table for a run of positions.
+
+Text positions are equal on the three axes of interleaved mrope, so the plain form is exact.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from qwen_mtp.custom_ops.operator import Operator, const
+
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int32]
+
+
+def inverse_frequencies(dim: int, theta: float) -> Floats:
+    """``theta^(-2j/dim)`` for j in 0..dim/2-1, ``[dim / 2]`` float32."""
+    exponents = np.arange(0, dim, 2, dtype=np.float64) / dim
+    return (1.0 / theta**exponents).astype(np.float32)
+
+
+def rotary_table(start: Ints, rows: int, dim: int, theta: float) -> tuple[Floats, Floats]:
+    """Cosines and sines of positions ``start[b] + i``.
+
+    Args:
+        start: ``[B]`` int32 position of row 0.
+        rows: Number of rows R.
+        dim: Rotated dimensions of a head (even).
+        theta: Base of the frequencies.
+
+    Returns:
+        cos and sin, each ``[B, R, dim / 2]`` float32.
+    """
+    positions = (start[:, None] + np.arange(rows, dtype=np.int32)).astype(np.float32)
+    angles = positions[..., None] * inverse_frequencies(dim, theta)
+    return np.cos(angles), np.sin(angles)
+
+
+def rotary_embedding(x: Floats, cos: Floats, sin: Floats) -> Floats:
+    """Rotate the first ``2 * cos.shape[-1]`` dimensions of every head.
+
+    Args:
+        x: ``[B, R, heads, D]`` float32.
+        cos: ``[B, R, half]`` float32.
+        sin: ``[B, R, half]`` float32.
+    """
+    half = cos.shape[-1]
+    c, s = cos[:, :, None], sin[:, :, None]
+    low, high = x[..., :half], x[..., half : 2 * half]
+    turned = (low * c - high * s, high * c + low * s, x[..., 2 * half :])
+    return np.concatenate(turned, axis=-1)
+
+
+def _table_fake(start: Any, rows: int, dim: int, theta: float) -> tuple[Any, Any]:
+    shape = (start.shape[0], rows, dim // 2)
+    return tuple(start.new_empty(shape).float() for _ in range(2))  # type: ignore[return-value]
+
+
+def _table_onnx(op: Any, start: Any, rows: int, dim: int, theta: float) -> tuple[Any, Any]:
+    steps = const(op, np.arange(rows, dtype=np.int32)[None])
+    positions = op.Cast(op.Add(op.Unsqueeze(start, [1]), steps), to=1)
+    frequencies = const(op, inverse_frequencies(dim, theta))
+    angles = op.Mul(op.Unsqueeze(positions, [2]), frequencies)
+    return op.Cos(angles), op.Sin(angles)
+
+
+def _fake(x: Any, cos: Any, sin: Any) -> Any:
+    return x.new_empty(x.shape)
+
+
+def _onnx(op: Any, x: Any, cos: Any, sin: Any) -> Any:
+    heads, head_dim = (int(d) for d in x.shape[2:])
+    packed = op.Reshape(x, [0, 0, heads * head_dim])
+    turned = op.RotaryEmbedding(
+        packed, cos, sin, num_heads=heads, rotary_embedding_dim=2 * int(cos.shape[-1])
+    )
+    return op.Reshape(turned, [0, 0, heads, head_dim])
+
+
+ROTARY_TABLE = Operator(
+    name="rotary_table",
+    schema="(Tensor start, int rows, int dim, float theta) -> (Tensor, Tensor)",
+    meaning=rotary_table,
+    fake=_table_fake,
+    onnx=_table_onnx,
+)
+ROTARY_EMBEDDING = Operator(
+    name="rotary_embedding",
+    schema="(Tensor x, Tensor cos, Tensor sin) -> Tensor",
+    meaning=rotary_embedding,
+    fake=_fake,
+    onnx=_onnx,
+)
