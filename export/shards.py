@@ -122,10 +122,14 @@ def _weight_map(directory: Path) -> Mapping[str, str]:
         raise index.refusal("weight_map", "an object of tensor names and files", REPAIR)
     places: dict[str, str] = {}
     for key, shard in entries.values.items():
-        if not isinstance(shard, str) or Path(shard).name != shard:
-            raise entries.refusal(key, "the name of a file beside the index", REPAIR)
+        if not isinstance(shard, str) or not _is_shard_name(shard):
+            raise entries.refusal(key, "the name of a *.safetensors beside the index", REPAIR)
         places[key] = shard
     return places
+
+
+def _is_shard_name(name: str) -> bool:
+    return Path(name).name == name and name.endswith(".safetensors") and name.isprintable()
 
 
 def _held(shard: Path) -> Iterator[StoredTensor]:

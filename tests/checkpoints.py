@@ -2,12 +2,15 @@
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
+from qwen_mtp.errors import CheckpointError
 
 Config = dict[str, Any]
 Shapes = dict[str, tuple[int, ...]]
@@ -175,6 +178,25 @@ def transformers_model(directory: str | Path) -> Any:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     model.load_state_dict(state, strict=True)
     return model.requires_grad_(False)
+
+
+def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    """Let ``change`` alter the tensors of a one-file checkpoint."""
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    write_shards(directory, tensors)
+    return directory
+
+
+def one_line(action: Callable[[], object], *fragments: str) -> None:
+    """Check that ``action`` is refused in one line that has a remedy and all ``fragments``."""
+    with pytest.raises(CheckpointError) as caught:
+        action()
+    line = str(caught.value)
+    assert "\n" not in line
+    assert ";" in line, "no remedy"
+    for fragment in fragments:
+        assert fragment in line
 
 
 def _random(name: str, shape: tuple[int, ...], seed: int, scale: float) -> torch.Tensor:
