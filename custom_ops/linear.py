@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from qwen_mtp.custom_ops.operator import MICROSOFT, Operator, const
+from qwen_mtp.custom_ops.operator import MICROSOFT, Operator, alias, const
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
@@ -84,18 +84,25 @@ def linear_int8(x: Floats, weight: Int8s, scale: Floats) -> Floats:
     return product.astype(np.float32) * scale * row_scale
 
 
-def linear_int4(x: Floats, packed: Bytes, scale: Floats) -> Floats:
-    """Product with the dequantised matrix.
+def round_blocks(x: Floats) -> Floats:
+    """Round activations to int8 with one scale per block of 32, back in float32, ``[M, K]``."""
+    blocks = x.reshape(len(x), -1, BLOCK)
+    scale = np.abs(blocks).max(axis=2, keepdims=True) / np.float32(127)
+    inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale > 0)
+    return (np.rint(blocks * inverse) * scale).reshape(x.shape)
 
-    Kernels also round each block of 32 activations to int8, which is allowed to move the result
-    by half a step of that rounding.
+
+def linear_int4(x: Floats, packed: Bytes, scale: Floats) -> Floats:
+    """Product of rounded activations with the dequantised matrix.
+
+    The kernel (accuracy_level 4) rounds each block of 32 activations to int8 as well.
 
     Args:
         x: ``[M, K]`` float32.
         packed: ``[N, K / 32, 16]`` uint8.
         scale: ``[N, K / 32]`` float32.
     """
-    return x @ dequantize_int4(packed, scale).T
+    return round_blocks(x) @ dequantize_int4(packed, scale).T
 
 
 def embedding(ids: npt.NDArray[np.int32], table: Floats) -> Floats:
@@ -171,7 +178,7 @@ def _embedding_int8_onnx(op: Any, ids: Any, weight: Any, scale: Any) -> Any:
 
 def _embedding_int4_onnx(op: Any, ids: Any, packed: Any, scale: Any) -> Any:
     rows, blocks = int(packed.shape[0]), int(packed.shape[1])
-    flat = op.Reshape(packed, const(op, np.array([rows, blocks * BLOCK // 2], np.int64)))
+    flat = alias(op, packed, (rows, blocks * BLOCK // 2), "rows")
     return op.GatherBlockQuantized(
         flat,
         _safe_ids(op, ids),

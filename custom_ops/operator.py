@@ -35,29 +35,55 @@ class Operator:
 
 
 def const(op: Any, array: npt.NDArray[Any]) -> Any:
-    """Give the graph of ``op`` a constant; equal constants are stored once.
+    """Give the model of ``op`` a constant; equal constants are stored once.
 
     Args:
         op: The onnxscript ``OpBuilder`` of the graph being written.
         array: The value.
     """
     key = ("const", array.dtype.str, array.shape, array.tobytes())
-    return shared(op, key, lambda: op.builder.initializer(_named(op, array), qualify=False))
+    root = op.builder.root
+    memo = root.graph.meta.setdefault(NAMESPACE, {})
+    if key not in memo:
+        name = f"const_{len(memo)}"
+        memo[key] = op.builder.initializer(_tensor(array, name), name, qualify=False)
+    return memo[key]
 
 
 def shared(op: Any, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
     """Emit ``make()`` once per graph and answer with the same value(s) afterwards.
 
-    For index arithmetic that every layer needs: block tables, masks, constants.
+    For index arithmetic that every layer needs: block tables and masks.
     """
-    memo = op.builder.graph.meta.setdefault(NAMESPACE, {})
+    memo = op.builder.graph.meta.setdefault(f"{NAMESPACE}.shared", {})
     if key not in memo:
         memo[key] = make()
     return memo[key]
 
 
-def _named(op: Any, array: npt.NDArray[Any]) -> Any:
+def alias(op: Any, weight: Any, shape: tuple[int, ...], suffix: str) -> Any:
+    """The same stored bytes under another shape, as a second initializer of the model.
+
+    A Reshape would be folded into a copy of the whole tensor when the session loads.
+    """
     import onnx_ir
 
+    data, name = weight.const_value, f"{weight.name}.{suffix}"
     root = op.builder.root.graph
-    return onnx_ir.tensor(array, name=f"const_{len(root.initializers)}")
+    if name not in root.initializers:
+        view = onnx_ir.ExternalTensor(
+            data.location,
+            data.offset,
+            data.length,
+            data.dtype,
+            shape=onnx_ir.Shape(shape),
+            name=name,
+        )
+        op.builder.initializer(view, name, qualify=False)
+    return root.initializers[name]
+
+
+def _tensor(array: npt.NDArray[Any], name: str) -> Any:
+    import onnx_ir
+
+    return onnx_ir.tensor(array, name=name)

@@ -1,0 +1,95 @@
+"""From a torch module to ONNX nodes: trace under fake tensors, then one form per FX node."""
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch.fx import Node
+
+from qwen_mtp.custom_ops.operator import NAMESPACE
+from qwen_mtp.custom_ops.torch_library import OPERATORS
+from qwen_mtp.errors import ExportError
+from qwen_mtp.export.aten import FORMS, ONNX_TYPES
+from qwen_mtp.graphs.model import Graph
+from qwen_mtp.graphs.spec import GraphSpec
+
+TORCH_TYPES = {"float32": torch.float32, "int32": torch.int32}
+_PLACEMENT = {"device", "layout", "pin_memory", "requires_grad"}
+_CHECKS = {torch.ops.aten._assert_tensor_metadata.default}  # hold by construction
+_OWN = {getattr(getattr(torch.ops, NAMESPACE), o.name).default: o.onnx for o in OPERATORS}
+
+
+def trace(graph: Graph) -> torch.export.ExportedProgram:
+    """Trace a graph whose parameters are fake: no weight is ever in memory.
+
+    Must run inside the fake tensor mode that built the model.
+    """
+    inputs = tuple(torch.empty(t.shape, dtype=TORCH_TYPES[t.dtype]) for t in graph.spec.inputs)
+    return torch.export.export(graph, inputs, strict=False)
+
+
+def lower(
+    program: torch.export.ExportedProgram,
+    op: Any,
+    inputs: Sequence[ir.Value],
+    weights: Mapping[str, ir.Value],
+) -> list[ir.Value]:
+    """Emit the nodes of a traced graph.
+
+    Args:
+        program: From :func:`trace`.
+        op: The onnxscript ``OpBuilder`` of the graph that receives the nodes.
+        inputs: Values for the user inputs, in order.
+        weights: Initializers by parameter name of :class:`~qwen_mtp.graphs.model.Model`.
+
+    Returns:
+        The output values in order.
+
+    Raises:
+        ExportError: A torch operator has no ONNX form.
+    """
+    given = iter(inputs)
+    params = program.graph_signature.inputs_to_parameters
+    env: dict[Node, Any] = {}
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            name = params.get(node.name)
+            env[node] = weights[name.removeprefix("model.")] if name else next(given)
+        elif node.op == "call_function" and node.target not in _CHECKS:
+            env[node] = _emit(op, node, env)
+        elif node.op == "output":
+            return [env[value] for value in node.args[0]]
+    raise AssertionError("a traced graph ends with its outputs")
+
+
+def _emit(op: Any, node: Node, env: Mapping[Node, Any]) -> Any:
+    if node.target is operator.getitem:
+        source, index = node.args
+        return env[source][index]  # type: ignore[index]
+    form = _OWN.get(node.target) or FORMS.get(node.target)
+    if form is None:
+        raise ExportError(f"{node.target}: this torch operator has no ONNX form")
+    args = torch.fx.map_arg(node.args, env.__getitem__)
+    keywords = {k: v for k, v in node.kwargs.items() if k not in _PLACEMENT}
+    values = form(op, *args, **torch.fx.map_arg(keywords, env.__getitem__))
+    _annotate(node.meta["val"], values)
+    return values
+
+
+def _annotate(fake: Any, values: Any) -> None:
+    """Put the traced shape and type on the emitted values: the later forms read them."""
+    if isinstance(fake, torch.Tensor):
+        fake, values = [fake], [values]
+    for tensor, value in zip(fake, values, strict=True):
+        value.shape = ir.Shape(tensor.shape)
+        value.type = ir.TensorType(ir.DataType(ONNX_TYPES[tensor.dtype]))
+
+
+def input_values(spec: GraphSpec) -> list[ir.Value]:
+    """Model-level inputs of a graph, named ``graph/tensor``."""
+    types = {"float32": ir.DataType.FLOAT, "int32": ir.DataType.INT32}
+    return [
+        ir.val(f"{spec.name}/{t.name}", dtype=types[t.dtype], shape=t.shape) for t in spec.inputs
+    ]

@@ -1,0 +1,140 @@
+"""Writes the weight file, tensor by tensor: peak memory is about one tensor."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qwen_mtp.custom_ops.linear import BLOCK, quantize_int4, quantize_int8
+from qwen_mtp.errors import CheckpointError
+from qwen_mtp.export.checkpoint import Checkpoint
+from qwen_mtp.graphs.weights import Source, StoredTensor, WeightGroup
+
+Floats = NDArray[np.float32]
+Progress = Callable[[int], None]
+CHUNK_VALUES = 1 << 23  # float32 values in memory at a time, per copy
+
+
+def write_weights(
+    path: Path,
+    checkpoint: Checkpoint,
+    groups: Sequence[WeightGroup],
+    stored: Sequence[StoredTensor],
+    progress: Progress,
+) -> None:
+    """Write every stored tensor at its offset.
+
+    Args:
+        path: The file to create.
+        checkpoint: Where the sources are read.
+        groups: Which sources make which stored tensors.
+        stored: Their places in the file.
+        progress: Called with the bytes of each group once it is written.
+
+    Raises:
+        CheckpointError: A source is missing, has the wrong shape or holds a NaN or infinity.
+        OSError: The file cannot be written; the caller names the remedy.
+    """
+    places = {tensor.name: tensor for tensor in stored}
+    with open(path, "wb") as file:
+        file.truncate(sum(-(-t.nbytes // 4096) * 4096 for t in stored))
+        for group in groups:
+            targets = [places[name] for name in group.params]
+            for tensor, offset, data in _encode(checkpoint, group, targets):
+                _put(file.fileno(), data, tensor.offset + offset)
+            progress(sum(t.nbytes for t in targets))
+
+
+def load_weights(
+    checkpoint: Checkpoint, groups: Sequence[WeightGroup], stored: Sequence[StoredTensor]
+) -> Mapping[str, NDArray[Any]]:
+    """All stored tensors in memory, by name; for small models in checks and tests."""
+    places = {tensor.name: tensor for tensor in stored}
+    held = {t.name: bytearray(t.nbytes) for t in stored}
+    for group in groups:
+        for tensor, offset, data in _encode(checkpoint, group, [places[n] for n in group.params]):
+            held[tensor.name][offset : offset + data.nbytes] = data.tobytes()
+    return {t.name: np.frombuffer(held[t.name], dtype=t.dtype).reshape(t.shape) for t in stored}
+
+
+Piece = tuple[StoredTensor, int, NDArray[Any]]
+
+
+def _encode(
+    checkpoint: Checkpoint, group: WeightGroup, targets: Sequence[StoredTensor]
+) -> Iterator[Piece]:
+    """Pieces (tensor, byte offset inside it, data) of a group, in row chunks."""
+    if group.recipe == "matrix":
+        yield from _matrix(checkpoint, group, targets)
+        return
+    (source,) = group.sources
+    data = _read(checkpoint, source, slice(None))
+    if group.recipe == "one_plus":
+        data = data + np.float32(1)
+    elif group.recipe == "minus_exp":
+        data = -np.exp(data)
+    yield targets[0], 0, data
+
+
+def _matrix(
+    checkpoint: Checkpoint, group: WeightGroup, targets: Sequence[StoredTensor]
+) -> Iterator[Piece]:
+    if group.format == "int8":
+        yield from _matrix_int8(checkpoint, group, targets)
+        return
+    row = 0
+    for data in _chunks(checkpoint, group):
+        if group.format == "int4":
+            packed, scale = quantize_int4(data)
+            yield targets[0], row * packed[0].nbytes, packed
+            yield targets[1], row * scale[0].nbytes, scale
+        else:
+            yield targets[0], row * data[0].nbytes, data
+        row += len(data)
+
+
+def _matrix_int8(
+    checkpoint: Checkpoint, group: WeightGroup, targets: Sequence[StoredTensor]
+) -> Iterator[Piece]:
+    """The kernel wants ``[K, N]``, the checkpoint has ``[N, K]``: one tensor is held whole."""
+    values = np.empty(targets[0].shape, dtype=np.int8)
+    scales = np.empty(targets[1].shape, dtype=np.float32)
+    row = 0
+    for data in _chunks(checkpoint, group):
+        part = slice(row, row + len(data))
+        values[:, part], scales[part] = quantize_int8(data)
+        row += len(data)
+    yield targets[0], 0, values
+    yield targets[1], 0, scales
+
+
+def _chunks(checkpoint: Checkpoint, group: WeightGroup) -> Iterator[Floats]:
+    for source in group.sources:
+        rows, width = source.shape
+        if group.format == "int4" and width % BLOCK:
+            raise CheckpointError(
+                f"{source.key} has {width} columns, int4 needs a multiple of {BLOCK}; "
+                "use --format int8"
+            )
+        step = max(1, CHUNK_VALUES // width)
+        for start in range(0, rows, step):
+            yield _read(checkpoint, source, slice(start, start + step))
+
+
+def _read(checkpoint: Checkpoint, source: Source, rows: slice) -> Floats:
+    data = checkpoint.read(source.key, source.shape, rows)
+    if not np.isfinite(data).all():
+        raise CheckpointError(
+            f"{source.key} holds a NaN or an infinity; the checkpoint is damaged, download it again"
+        )
+    return data
+
+
+def _put(file: int, data: NDArray[Any], offset: int) -> None:
+    view = memoryview(np.ascontiguousarray(data)).cast("B")
+    while view:
+        written = os.pwrite(file, view, offset)
+        view, offset = view[written:], offset + written

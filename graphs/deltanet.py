@@ -1,0 +1,126 @@
+"""Gated DeltaNet with lazy commit (semantics 2.4, 6.1)."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from qwen_mtp.config import ModelConfig
+from qwen_mtp.custom_ops.torch_library import ops
+from qwen_mtp.graphs.io import GraphIO
+from qwen_mtp.graphs.layers import Linear, RMSNorm, Vector
+from qwen_mtp.graphs.spec import WeightFormat
+
+Tensor = torch.Tensor
+L2_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Gated:
+    """What the recurrence eats: q, k ``[B, R, Nk, Dk]``, v ``[B, R, Nv, Dv]``, g, beta ``[B, R, Nv]``."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+
+
+class DeltaNet(nn.Module):
+    """One linear-attention layer; its states are ``{name}.conv``, ``.ssm`` and ``.stash.*``."""
+
+    def __init__(self, config: ModelConfig, prefix: str, name: str, format: WeightFormat) -> None:
+        """qkv and z are one matrix; b and a are one small fp32 matrix, never quantised."""
+        super().__init__()
+        heads, width = config.linear_num_value_heads, config.hidden_size
+        self.config, self.name = config, name
+        self.channels = config.conv_channels
+        self.value_size = heads * config.linear_value_head_dim
+        parts = [
+            (f"{prefix}.in_proj_qkv.weight", self.channels),
+            (f"{prefix}.in_proj_z.weight", self.value_size),
+        ]
+        self.qkvz = Linear(parts, width, format)
+        gates = [(f"{prefix}.in_proj_b.weight", heads), (f"{prefix}.in_proj_a.weight", heads)]
+        self.ba = Linear(gates, width, "fp32")
+        self.conv = Vector(f"{prefix}.conv1d.weight", (self.channels, 1, config.conv_kernel))
+        self.decay = Vector(f"{prefix}.A_log", (heads,), "minus_exp")
+        self.dt_bias = Vector(f"{prefix}.dt_bias", (heads,))
+        self.norm = RMSNorm(
+            f"{prefix}.norm.weight", config.linear_value_head_dim, config.rms_norm_eps, "plain"
+        )
+        self.out = Linear([(f"{prefix}.out_proj.weight", width)], self.value_size, format)
+
+    def _gate(self, mixed: Tensor, ba: Tensor) -> Gated:
+        """Split the convolved channels and make decay and beta; ``[B, R, C]``, ``[B, R, 2 Nv]``."""
+        c = self.config
+        batch, rows, _ = mixed.shape
+        keys, dim, heads = c.linear_num_key_heads, c.linear_key_head_dim, c.linear_num_value_heads
+        edge = 2 * keys * dim
+        # x / sqrt(sum x^2 + eps) written as an RMS norm, which is one kernel
+        unit = torch.full((dim,), dim**-0.5)
+        qk = mixed[:, :, :edge].reshape(batch, rows, 2 * keys, dim)
+        qk = ops.rms_norm(qk, unit, L2_EPS / dim)
+        v = mixed[:, :, edge:].reshape(batch, rows, heads, c.linear_value_head_dim)
+        softened = torch.nn.functional.softplus(ba[:, :, heads:] + self.dt_bias.weight)
+        g = self.decay.weight * softened
+        beta = torch.sigmoid(ba[:, :, :heads])
+        return Gated(qk[:, :, :keys], qk[:, :, keys:], v, g, beta)
+
+    def _leave(self, o: Tensor, z: Tensor) -> Tensor:
+        """Gated norm and output projection: norm first, then the gate."""
+        flat = self.norm(o).reshape(-1, self.value_size)
+        act = (
+            torch.sigmoid(z) if self.config.gate_activation == "sigmoid" else nn.functional.silu(z)
+        )
+        return self.out(flat * act)  # type: ignore[no-any-return]
+
+    def _enter(self, x: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Projections: u ``[B, R, C]``, z ``[B * R, Vd]``, b and a ``[B, R, 2 Nv]``."""
+        both = self.qkvz(x)
+        u = both[:, : self.channels].reshape(batch, -1, self.channels)
+        ba = self.ba(x).view(batch, -1, 2 * self.config.linear_num_value_heads)
+        return u, both[:, self.channels :], ba
+
+    def prefill(self, io: GraphIO, x: Tensor, num_valid: Tensor) -> Tensor:
+        """A chunk of one sequence: rows at or after ``num_valid`` never reach the state."""
+        conv, ssm = f"{self.name}.conv", f"{self.name}.ssm"
+        u, z, ba = self._enter(x, 1)
+        mixed = ops.causal_conv(u, self.conv.weight, io[conv])
+        rows = self._gate(mixed, ba)
+        o, state = ops.gated_delta_rule(
+            rows.q, rows.k, rows.v, rows.g, rows.beta, io[ssm], num_valid
+        )
+        io.advance(conv, ops.conv_window(io[conv], u, num_valid))
+        io.advance(ssm, state)
+        return self._leave(o, z)
+
+    def verify(self, io: GraphIO, x: Tensor, num_accepted: Tensor) -> Tensor:
+        """Commit the accepted rows of the last round, then run the new rows on that state."""
+        batch = num_accepted.shape[0]
+        u, z, ba = self._enter(x, batch)
+        window = self._commit(io, num_accepted)
+        mixed = ops.causal_conv(u, self.conv.weight, window)
+        rows = self._gate(mixed, ba)
+        o, _ = ops.gated_delta_rule(
+            rows.q, rows.k, rows.v, rows.g, rows.beta, io[f"{self.name}.ssm"], None
+        )
+        self._stash(io, u, rows)
+        return self._leave(o, z)
+
+    def _commit(self, io: GraphIO, num_accepted: Tensor) -> Tensor:
+        """Bring window and state past the accepted rows; rejected ones are exact no-ops."""
+        u, k, v, g, beta = (io[f"{self.name}.stash.{x}"] for x in ("u", "k", "v", "g", "beta"))
+        conv, ssm = f"{self.name}.conv", f"{self.name}.ssm"
+        window = ops.conv_window(io[conv], u, num_accepted)
+        _, state = ops.gated_delta_rule(k, k, v, g, beta, io[ssm], num_accepted)
+        io.advance(conv, window)
+        io.advance(ssm, state)
+        return window  # type: ignore[no-any-return]
+
+    def _stash(self, io: GraphIO, u: Tensor, rows: Gated) -> None:
+        """Keep what the next round needs to commit these rows."""
+        parts = {"u": u, "k": rows.k, "v": rows.v, "g": rows.g, "beta": rows.beta}
+        for part, value in parts.items():
+            name = f"{self.name}.stash.{part}"
+            io.advance(name, ops.pad_rows(value, io[name].shape[1], 0))

@@ -1,0 +1,140 @@
+"""The small layers: norm, linear in every format, vocabulary, MLP.
+
+Activations are ``[M, D]`` with M = B * R rows, so that a row is a row for every kernel.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from qwen_mtp.config import ModelConfig
+from qwen_mtp.custom_ops.linear import BLOCK
+from qwen_mtp.custom_ops.torch_library import ops
+from qwen_mtp.graphs.spec import WeightFormat
+from qwen_mtp.graphs.weights import Recipe, Source, WeightGroup
+
+Tensor = torch.Tensor
+
+
+class Stored(nn.Module):
+    """A layer that owns stored tensors and says which checkpoint tensors they come from."""
+
+    group: WeightGroup
+
+    def __init__(self, recipe: Recipe, format: WeightFormat, sources: Sequence[Source]) -> None:
+        """Describe the tensors; :meth:`store` creates them."""
+        super().__init__()
+        self.group = WeightGroup(recipe, format, tuple(sources), ())
+
+    def store(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Create one stored tensor."""
+        data = torch.empty(shape, dtype=dtype)
+        self.register_parameter(name, nn.Parameter(data, requires_grad=False))
+        self.group = replace(self.group, params=(*self.group.params, name))
+
+
+def weight_groups(module: nn.Module) -> Iterator[WeightGroup]:
+    """Every group of a module tree, with the full names of its stored tensors."""
+    for path, child in module.named_modules():
+        if isinstance(child, Stored):
+            names = tuple(f"{path}.{name}" for name in child.group.params)
+            yield replace(child.group, params=names)
+
+
+class Vector(Stored):
+    """A small fp32 tensor that an operator takes as it is."""
+
+    weight: Tensor
+
+    def __init__(self, key: str, shape: tuple[int, ...], recipe: Recipe = "plain") -> None:
+        """Take ``key`` through ``recipe``."""
+        super().__init__(recipe, "fp32", [Source(key, shape)])
+        self.store("weight", shape, torch.float32)
+
+
+class RMSNorm(Vector):
+    """RMS norm whose checkpoint weight is an offset from one (semantics 2.1)."""
+
+    def __init__(self, key: str, size: int, eps: float, recipe: Recipe = "one_plus") -> None:
+        """Norm over the last ``size`` dimensions."""
+        super().__init__(key, (size,), recipe)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., size]`` to the same shape."""
+        return ops.rms_norm(x, self.weight, self.eps)  # type: ignore[no-any-return]
+
+
+class Linear(Stored):
+    """``[M, in]`` to ``[M, out]``; several checkpoint matrices may be stacked into one."""
+
+    def __init__(
+        self, parts: Sequence[tuple[str, int]], in_features: int, format: WeightFormat
+    ) -> None:
+        """Stack ``parts`` = (key, rows) along the output dimension."""
+        super().__init__("matrix", format, [Source(k, (n, in_features)) for k, n in parts])
+        out, blocks = sum(n for _, n in parts), in_features // BLOCK
+        if format == "int8":
+            self.store("weight", (in_features, out), torch.int8)
+            self.store("scale", (out,), torch.float32)
+        elif format == "int4":
+            self.store("weight", (out, blocks, BLOCK // 2), torch.uint8)
+            self.store("scale", (out, blocks), torch.float32)
+        else:
+            self.store("weight", (out, in_features), torch.float32)
+
+    def _call(self, family: str, x: Tensor) -> Tensor:
+        if self.group.format == "fp32":
+            return getattr(ops, family)(x, self.weight)  # type: ignore[no-any-return]
+        return getattr(ops, f"{family}_{self.group.format}")(x, self.weight, self.scale)  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply by the transposed weight."""
+        return self._call("linear", x)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Read the weight as an embedding: ``[M]`` int32 ids to ``[M, in]``."""
+        return self._call("embedding", ids)
+
+
+class Vocabulary(nn.Module):
+    """Embedding and output head; one stored tensor serves both when they are tied."""
+
+    def __init__(self, config: ModelConfig, format: WeightFormat) -> None:
+        """Store the head, and the embedding beside it when it is a tensor of its own."""
+        super().__init__()
+        size, width = config.vocab_size, config.hidden_size
+        self.tied = config.tie_word_embeddings
+        key = "embed_tokens.weight" if self.tied else "lm_head.weight"
+        self.head = Linear([(key, size)], width, format)
+        if not self.tied:
+            self.table = Linear([("embed_tokens.weight", size)], width, format)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """``[M]`` int32 to ``[M, H]``; an absent id (-1) reads row 0."""
+        return (self.head if self.tied else self.table).rows(ids)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``[M, H]`` to ``[M, V]``."""
+        return self.head(hidden)  # type: ignore[no-any-return]
+
+
+class MLP(nn.Module):
+    """``down(silu(gate x) * up x)``."""
+
+    def __init__(self, config: ModelConfig, prefix: str, format: WeightFormat) -> None:
+        """Gate and up are one matrix."""
+        super().__init__()
+        width, inner = config.hidden_size, config.intermediate_size
+        parts = [(f"{prefix}.gate_proj.weight", inner), (f"{prefix}.up_proj.weight", inner)]
+        self.inner = inner
+        self.gate_up = Linear(parts, width, format)
+        self.down = Linear([(f"{prefix}.down_proj.weight", width)], inner, format)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[M, H]`` to ``[M, H]``."""
+        both = self.gate_up(x)
+        gate, up = both[:, : self.inner], both[:, self.inner :]
+        return self.down(torch.nn.functional.silu(gate) * up)  # type: ignore[no-any-return]

@@ -1,0 +1,98 @@
+"""The MTP head and the graph ``mtp_draft`` (semantics 3).
+
+``mtp_draft_kK`` (B slots, P rows of catch-up, K drafts)::
+
+    in   tokens [B,P] i32       what the last round emitted: row i pairs tokens[i] with hidden[i]
+         num_rows [B] i32       rows of it that were committed, 0 = idle slot
+         context_len [B] i32    position of row 0 (the last round's context_len)
+         block_table [B,W] i32
+         hidden [B,P,H] f32     target rows after the final norm
+         mtp.key, mtp.value
+    out  draft_ids [B,K] i32
+         draft_logits.j [B,V] f32, j = 0..K-1
+         mtp.key, mtp.value
+
+The head has one attention layer, so the keys and values of a row depend on its token and its
+hidden row alone: catch-up stores all rows and attends from the last committed one only, and a
+prefill stores rows without attending at all.
+"""
+
+import torch
+from torch import nn
+
+from qwen_mtp.config import ModelConfig
+from qwen_mtp.custom_ops.torch_library import ops
+from qwen_mtp.graphs.attention import Attention, Span
+from qwen_mtp.graphs.io import GraphIO
+from qwen_mtp.graphs.layers import MLP, Linear, RMSNorm, Vocabulary
+from qwen_mtp.graphs.spec import Geometry
+
+Tensor = torch.Tensor
+
+
+class MTPHead(nn.Module):
+    """Embedding and hidden row in, hidden row of the drafter out; the vocabulary is the target's."""
+
+    def __init__(self, config: ModelConfig, geometry: Geometry) -> None:
+        """Build the one layer; ``fc`` stays fp32 as in the published quantised checkpoints."""
+        super().__init__()
+        width, eps, layer = config.hidden_size, config.rms_norm_eps, "mtp.layers.0"
+        self.config = config
+        self.embedding_norm = RMSNorm("mtp.pre_fc_norm_embedding.weight", width, eps)
+        self.hidden_norm = RMSNorm("mtp.pre_fc_norm_hidden.weight", width, eps)
+        self.fc = Linear([("mtp.fc.weight", width)], 2 * width, "fp32")
+        self.input_norm = RMSNorm(f"{layer}.input_layernorm.weight", width, eps)
+        self.post_norm = RMSNorm(f"{layer}.post_attention_layernorm.weight", width, eps)
+        self.attention = Attention(
+            config, f"{layer}.self_attn", "mtp", geometry.block_size, geometry.format
+        )
+        self.mlp = MLP(config, f"{layer}.mlp", geometry.format)
+        self.norm = RMSNorm("mtp.norm.weight", width, eps)
+
+    def merge(self, vocabulary: Vocabulary, ids: Tensor, hidden: Tensor) -> Tensor:
+        """Embedding first, then hidden: ids ``[M]`` and ``[M, H]`` to ``[M, H]``."""
+        embedded = self.embedding_norm(vocabulary.embed(ids))
+        return self.fc(torch.cat([embedded, self.hidden_norm(hidden)], dim=-1))  # type: ignore[no-any-return]
+
+    def store(
+        self, io: GraphIO, vocabulary: Vocabulary, ids: Tensor, hidden: Tensor, span: Span
+    ) -> None:
+        """Write the cache rows of a prefill chunk without attending."""
+        merged = self.merge(vocabulary, ids.reshape(-1), hidden)
+        rows = self.attention.project(self.input_norm(merged), span.cos, span.sin)
+        self.attention.write(io, rows, span.start, span.count, span.table)
+
+    def step(self, io: GraphIO, merged: Tensor, span: Span) -> Tensor:
+        """Store ``[B * R, H]`` merged rows, run the last real one; ``[B, H]`` after ``mtp.norm``."""
+        slots, rows, _ = span.cos.shape
+        last = span.count - 1
+        projected = self.attention.project(self.input_norm(merged), span.cos, span.sin)
+        self.attention.write(io, projected, span.start, span.count, span.table)
+        query, gate, x = projected.query, projected.gate, merged
+        if rows > 1:
+            query = ops.take_row(query.reshape(slots, rows, -1), last)
+            query = query.view(slots, 1, *projected.query.shape[2:])
+            gate = ops.take_row(gate, last)
+            x = ops.take_row(merged.view(slots, rows, -1), last)
+        live = torch.clamp(span.count, max=1)
+        start = span.start + torch.clamp(last, min=0)
+        x = x + self.attention.attend(io, query, gate, start, live, span.table)
+        return self.norm(x + self.mlp(self.post_norm(x)))  # type: ignore[no-any-return]
+
+
+def mtp_draft(head: MTPHead, vocabulary: Vocabulary, io: GraphIO, lookahead: int) -> None:
+    """Fill the outputs of a draft graph."""
+    tokens, count, start = io["tokens"], io["num_rows"], io["context_len"]
+    width, table = tokens.shape[1], io["block_table"]
+    span = Span.of(head.config, start, count, table, width)
+    merged = head.merge(vocabulary, tokens.reshape(-1), io["hidden"].reshape(tokens.numel(), -1))
+    live, position, drafts = torch.clamp(count, max=1), start + count, []
+    for j in range(lookahead):
+        hidden = head.step(io, merged, span)
+        logits = vocabulary.logits(hidden)
+        io[f"draft_logits.{j}"] = logits
+        drafts.append(torch.argmax(logits, dim=-1).to(torch.int32))
+        if j + 1 < lookahead:
+            merged = head.merge(vocabulary, drafts[-1], hidden)
+            span = Span.of(head.config, position + j, live, table, 1)
+    io["draft_ids"] = torch.stack(drafts, dim=1)

@@ -1,0 +1,62 @@
+"""How the stored tensors of a model are made from checkpoint tensors. Torch-free."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from qwen_mtp.graphs.spec import WeightFormat
+
+Recipe = Literal["plain", "one_plus", "minus_exp", "matrix"]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One checkpoint tensor under its canonical name, with the shape it must have."""
+
+    key: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightGroup:
+    """Stored tensors that come from the same checkpoint tensors.
+
+    Attributes:
+        recipe: ``plain`` copies; ``one_plus`` stores ``1 + w`` (the RMS norms); ``minus_exp``
+            stores ``-exp(w)`` (A_log); ``matrix`` stacks the sources along their rows and
+            stores them in ``format``.
+        format: Storage of a ``matrix``; everything else is fp32.
+        sources: In stacking order.
+        params: Names of the stored tensors: one, or values and scales.
+    """
+
+    recipe: Recipe
+    format: WeightFormat
+    sources: tuple[Source, ...]
+    params: tuple[str, ...]
+
+
+StoredDType = Literal["float32", "int8", "uint8"]
+PAGE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor in the weight file.
+
+    Attributes:
+        name: Name of the initializer, and of the torch parameter.
+        dtype: Element type.
+        shape: Its shape.
+        offset: Byte offset in the file, a multiple of the page size.
+    """
+
+    name: str
+    dtype: StoredDType
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * (4 if self.dtype == "float32" else 1)
