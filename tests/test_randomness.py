@@ -70,6 +70,15 @@ def test_a_number_depends_on_its_own_position_only() -> None:
     assert uniforms(7, ROWS[:0], Purpose.DRAFT).shape == (0,)
 
 
+def test_a_batch_of_seeds_draws_what_each_seed_draws_alone() -> None:
+    seeds = [0, 41, 2**40 + 3, SEEDS - 1]
+    positions = np.array([[0, 1, 2], [9, 9, 9], [5, 6, 7], [2**33, 1, 0]])
+    batch = uniforms(np.array(seeds, np.uint64)[:, None], positions, Purpose.ACCEPT)
+    alone = [uniforms(s, p, Purpose.ACCEPT) for s, p in zip(seeds, positions, strict=True)]
+    assert np.array_equal(batch, alone)
+    assert batch.dtype == np.float32
+
+
 @pytest.mark.parametrize("purpose", Purpose)
 @pytest.mark.parametrize("seed", [0, 1, 2**32, SEEDS - 1])
 def test_uniforms_are_uniform(seed: int, purpose: Purpose) -> None:

@@ -33,6 +33,17 @@ def checker(
     )
 
 
+def byte_checker(**asked: Any) -> StopChecker:
+    """A checker whose tokens are the 256 bytes."""
+    return StopChecker(
+        SamplingParams(**asked).resolve(),
+        eos_ids=EOS[:0],
+        prompt_length=1,
+        max_model_len=99,
+        detokenizer=Detokenizer(lambda token: bytes([token])),
+    )
+
+
 def summary(made: StopChecker, verdicts: list[Verdict]) -> tuple[object, ...]:
     last = verdicts[-1]
     assert made.text == "".join(v.text for v in verdicts)
@@ -135,27 +146,17 @@ def test_a_stop_text_counts_when_it_is_completed_after_min_tokens() -> None:
 
 
 def test_a_stop_text_of_split_characters_is_found() -> None:
-    made = StopChecker(
-        SamplingParams(stop="😀!").resolve(),
-        eos_ids=EOS,
-        prompt_length=1,
-        max_model_len=99,
-        detokenizer=Detokenizer(lambda token: bytes([token])),
-    )
+    made = byte_checker(stop="😀!")
     run = list("é😀?😀!".encode())
     assert [made.push([byte]).text for byte in run[:7]] == ["", "é", "", "", "", "", "😀?"]
     assert made.push(run[7:]) == Verdict(5, "", "stop", "😀!")
 
 
 def test_an_unfinished_character_at_the_end_is_shown_as_decode_shows_it() -> None:
-    made = StopChecker(
-        SamplingParams(max_tokens=2).resolve(),
-        eos_ids=EOS,
-        prompt_length=1,
-        max_model_len=99,
-        detokenizer=Detokenizer(lambda token: bytes([token])),
-    )
-    assert made.push("😀".encode()) == Verdict(2, "\ufffd", "length", None)
+    half = "😀".encode()[:2]
+    assert byte_checker(max_tokens=2).push(half) == Verdict(2, "\ufffd", "length", None)
+    held = byte_checker(max_tokens=3, stop="ab")
+    assert held.push(b"a" + half) == Verdict(3, "a\ufffd", "length", None)
 
 
 def test_without_a_tokenizer_tokens_stop_and_stop_texts_are_refused() -> None:
@@ -211,6 +212,7 @@ def reading(
     cuts=st.lists(st.integers(0, 12), max_size=5),
 )
 @example(run=[1, 1, 1, 2], stops=["aab"], ids=[], limits=(0, 9, 9), cuts=[2])
+@example(run=[2, 1], stops=["a", "bcb"], ids=[], limits=(2, 9, 9), cuts=[])
 @example(run=[1, 2, 90, 1], stops=["bc", "b"], ids=[], limits=(2, 0, 9), cuts=[1, 1])
 def test_any_chunking_gives_the_result_of_the_rules(
     run: list[int],
@@ -230,7 +232,7 @@ def test_any_chunking_gives_the_result_of_the_rules(
         verdicts = [made.push(part) for part in parts]
         if expected[2] is None:
             held = made.flush()
-            assert not held or any(stop.startswith(held) for stop in stops)
+            assert not held or any(s.startswith(held) and s != held for s in stops)
             verdicts.append(Verdict(0, held, None, None))
         assert summary(made, verdicts) == expected
 
