@@ -131,8 +131,6 @@ class Checkpoint:
             digest = hashlib.sha256(config.read_bytes())
         except OSError as error:
             raise CheckpointError(f"{config}: {error.strerror}; {REPAIR}") from error
-        for name, tensor in sorted(self._tensors.items()):
-            digest.update(repr((name, tensor.dtype, tensor.shape)).encode())
         for shard in sorted({tensor.shard for tensor in self._tensors.values()}):
             digest_shard(shard, digest.update)
         return digest.hexdigest()

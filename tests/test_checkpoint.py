@@ -67,6 +67,13 @@ def test_the_only_safetensors_file_may_have_any_name(tmp_path: Path) -> None:
     assert_equal(contents(tmp_path), before)
 
 
+def test_without_an_index_model_safetensors_is_the_checkpoint(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, CONFIG)
+    before = contents(tmp_path)
+    save_file({"stale": torch.zeros(1)}, tmp_path / "consolidated.safetensors")
+    assert_equal(contents(tmp_path), before)
+
+
 def test_an_index_decides_which_files_count(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, CONFIG, shards=2)
     before = contents(tmp_path)
