@@ -132,9 +132,7 @@ def _attention_fake(
 def _positions(op: Any, start: Any, rows: int) -> Any:
     """``[B, R]`` int32."""
     steps = const(op, np.arange(rows, dtype=np.int32)[None])
-    return shared(
-        op, ("positions", start, rows), lambda: op.Add(op.Unsqueeze(start, [1]), steps)
-    )
+    return shared(op, ("positions", start, rows), lambda: op.Add(op.Unsqueeze(start, [1]), steps))
 
 
 def _scatter_index(

@@ -16,6 +16,7 @@ from qwen_mtp.graphs.model import Graph
 from qwen_mtp.graphs.spec import GraphSpec
 
 TORCH_TYPES = {"float32": torch.float32, "int32": torch.int32}
+_INPUT_TYPES = {"float32": ir.DataType.FLOAT, "int32": ir.DataType.INT32}
 _PLACEMENT = {"device", "layout", "pin_memory", "requires_grad"}
 _CHECKS = {torch.ops.aten._assert_tensor_metadata.default}  # hold by construction
 _OWN = {getattr(getattr(torch.ops, NAMESPACE), o.name).default: o.onnx for o in OPERATORS}
@@ -88,8 +89,16 @@ def _annotate(fake: Any, values: Any) -> None:
 
 
 def input_values(spec: GraphSpec) -> list[ir.Value]:
-    """Model-level inputs of a graph, named ``graph/tensor``."""
-    types = {"float32": ir.DataType.FLOAT, "int32": ir.DataType.INT32}
+    """Model-level inputs of a graph, named ``graph/tensor``.
+
+    The width of the block table is left symbolic: the runtime binds as many columns as the
+    longest context needs, so that attention costs what the context costs.
+    """
     return [
-        ir.val(f"{spec.name}/{t.name}", dtype=types[t.dtype], shape=t.shape) for t in spec.inputs
+        ir.val(
+            f"{spec.name}/{t.name}",
+            dtype=_INPUT_TYPES[t.dtype],
+            shape=(t.shape[0], "blocks") if t.name == "block_table" else t.shape,
+        )
+        for t in spec.inputs
     ]

@@ -30,7 +30,7 @@ class DeltaNet(nn.Module):
     """One linear-attention layer; its states are ``{name}.conv``, ``.ssm`` and ``.stash.*``."""
 
     def __init__(self, config: ModelConfig, prefix: str, name: str, format: WeightFormat) -> None:
-        """qkv and z are one matrix; b and a are one small fp32 matrix, never quantised."""
+        """Qkv and z are one matrix; b and a are one small fp32 matrix, never quantised."""
         super().__init__()
         heads, width = config.linear_num_value_heads, config.hidden_size
         self.config, self.name = config, name

@@ -1,0 +1,245 @@
+"""Plans a package and writes it into a staging directory that becomes the package when complete."""
+
+import errno
+import hashlib
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import mkdtemp
+
+import onnx_ir as ir
+
+from qwen_mtp.config import GenerationDefaults, ModelConfig
+from qwen_mtp.errors import CheckpointError, ExportError
+from qwen_mtp.export.checkpoint import Checkpoint
+from qwen_mtp.export.compose import WEIGHTS_FILE, Composer
+from qwen_mtp.export.weights import write_weights
+from qwen_mtp.graphs.manifest import (
+    FORMAT_VERSION,
+    MANIFEST,
+    FileEntry,
+    PackageManifest,
+    Source,
+)
+from qwen_mtp.graphs.spec import Geometry, state_specs
+from qwen_mtp.progress import Progress
+
+MODEL_FILE = "model.onnx"
+COPIED = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "LICENSE",
+)
+TOOLS = ("qwen-mtp", "torch", "onnx-ir", "onnxscript", "safetensors", "numpy")
+RESERVE = 64 << 20  # bytes of graphs, tokenizer and slack beside the weights
+INTERPRETER = 600 << 20  # what torch and a traced model take, measured
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What an export will read, build and write.
+
+    Attributes:
+        checkpoint: The source.
+        geometry: The static choices.
+        composer: The fake modules, the layout of the weight file and the signatures.
+        used: Canonical names of the tensors that are read.
+        unused: Tensors that stay behind, by canonical name.
+    """
+
+    checkpoint: Checkpoint
+    geometry: Geometry
+    composer: Composer
+    used: tuple[str, ...]
+    unused: tuple[str, ...]
+
+    @property
+    def config(self) -> ModelConfig:
+        """Sizes of the model."""
+        return self.checkpoint.config
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weight file without padding."""
+        return sum(tensor.nbytes for tensor in self.composer.stored)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of state the runtime reserves; pools are touched as contexts grow."""
+        return sum(state.nbytes for state in state_specs(self.config, self.geometry))
+
+    @property
+    def peak_bytes(self) -> int:
+        """Estimated peak memory of the export: the interpreter and about one tensor."""
+        return INTERPRETER + 2 * max(t.nbytes for t in self.composer.stored)
+
+
+def plan_export(directory: Path, geometry: Geometry) -> Plan:
+    """Read the checkpoint's headers and work everything out without touching a weight.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be exported.
+        ExportError: The choices do not fit the model.
+    """
+    checkpoint = Checkpoint.open(directory)
+    config = checkpoint.config
+    if geometry.max_model_len > config.max_position_embeddings:
+        raise ExportError(
+            f"max_model_len is {geometry.max_model_len}, the model was made for "
+            f"{config.max_position_embeddings} positions; lower it"
+        )
+    if geometry.lookaheads and not config.num_mtp_layers:
+        raise CheckpointError(
+            f"{directory}/config.json: mtp_num_hidden_layers is 0, there is no MTP head; "
+            "export the target alone with --no-mtp"
+        )
+    composer = Composer(config, geometry)
+    used = tuple(source.key for group in composer.groups for source in group.sources)
+    spare = () if geometry.lookaheads else ("mtp.",)
+    unused = checkpoint.check_coverage(used, allow_unused=spare)
+    return Plan(checkpoint, geometry, composer, used, unused)
+
+
+def write_package(plan: Plan, directory: Path, progress: Progress) -> PackageManifest:
+    """Write every file into an existing directory.
+
+    Raises:
+        CheckpointError: A tensor cannot be read or is damaged.
+        ExportError: The disk is full or cannot be written.
+    """
+    with _disk_errors(directory):
+        _check_space(plan, directory)
+        _write_model(plan, directory / MODEL_FILE, progress)
+        progress.phase("weights", plan.weight_bytes, "B")
+        stored = plan.composer.stored
+        write_weights(
+            directory / WEIGHTS_FILE,
+            plan.checkpoint,
+            plan.composer.groups,
+            stored,
+            progress.advance,
+        )
+        for name in COPIED:
+            if (plan.checkpoint.directory / name).is_file():
+                shutil.copyfile(plan.checkpoint.directory / name, directory / name)
+        progress.phase("checksums")
+        manifest = _describe(plan, directory)
+        manifest.save(directory)
+    return manifest
+
+
+@contextmanager
+def staged(package: Path, *, overwrite: bool) -> Iterator[Path]:
+    """A temporary sibling that takes the package's place when the block ends well.
+
+    Whatever goes wrong, interruption included, the sibling is removed and an existing package
+    stays as it was.
+
+    Args:
+        package: The directory to make.
+        overwrite: Replace an existing package.
+
+    Raises:
+        ExportError: The directory exists, or its parent cannot be written.
+    """
+    _check_target(package, overwrite)
+    with _disk_errors(package):
+        package.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(mkdtemp(prefix=f".{package.name}.", dir=package.parent))
+    try:
+        yield staging
+        with _disk_errors(package):
+            staging.chmod(0o755)
+            _swap(staging, package)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _check_target(package: Path, overwrite: bool) -> None:
+    if not package.exists() and not package.is_symlink():
+        return
+    if not package.is_dir():
+        raise ExportError(f"{package}: is a file; give a directory that does not exist yet")
+    if not any(package.iterdir()):
+        return
+    if not overwrite:
+        raise ExportError(f"{package}: is not empty; give another directory or --overwrite")
+    if not (package / MANIFEST).is_file():
+        raise ExportError(f"{package}: holds no package; --overwrite only replaces packages")
+
+
+def _swap(staging: Path, package: Path) -> None:
+    if not package.exists():
+        staging.rename(package)
+        return
+    old = staging.with_name(staging.name + ".old")
+    package.rename(old)
+    try:
+        staging.rename(package)
+    except OSError:
+        old.rename(package)
+        raise
+    shutil.rmtree(old)
+
+
+def _check_space(plan: Plan, directory: Path) -> None:
+    need, free = plan.weight_bytes + RESERVE, shutil.disk_usage(directory).free
+    if free < need:
+        raise ExportError(
+            f"{directory.parent}: {free / 1e9:.1f} GB free, the package needs {need / 1e9:.1f} GB; "
+            "free some space or export to another disk"
+        )
+
+
+@contextmanager
+def _disk_errors(place: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        where = error.filename or place.parent
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        remedy = "free some space" if full else "choose a directory that can be written"
+        raise ExportError(f"{where}: {error.strerror}; {remedy}") from error
+
+
+def _write_model(plan: Plan, path: Path, progress: Progress) -> None:
+    model = plan.composer.compose(lambda name: progress.phase(f"graph {name}"))
+    progress.phase("model.onnx")
+    ir.save(model, path)
+
+
+def _describe(plan: Plan, directory: Path) -> PackageManifest:
+    names = sorted(path.name for path in directory.iterdir())
+    return PackageManifest(
+        format_version=FORMAT_VERSION,
+        backend="onnxruntime",
+        model_file=MODEL_FILE,
+        weights_file=WEIGHTS_FILE,
+        config=plan.config,
+        generation=GenerationDefaults.from_checkpoint(plan.checkpoint.directory),
+        geometry=plan.geometry,
+        graphs=plan.composer.specs,
+        states=state_specs(plan.config, plan.geometry),
+        weights=plan.composer.stored,
+        files=tuple(file_entry(directory, name) for name in names),
+        source=Source(
+            fingerprint=plan.checkpoint.fingerprint(),
+            ignored=plan.checkpoint.ignored,
+            unused=plan.unused,
+        ),
+        tools={name: version(name) for name in TOOLS},
+    )
+
+
+def file_entry(directory: Path, name: str) -> FileEntry:
+    """Size and sha256 of one file."""
+    path = directory / name
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return FileEntry(path=name, bytes=path.stat().st_size, sha256=digest)

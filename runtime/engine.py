@@ -1,0 +1,178 @@
+"""The compiled graphs of a package in one ONNX Runtime session, and the buffers they run on.
+
+Every input and output is a NumPy buffer bound once. State is bound to the same buffer as input
+and output, so pools, windows and recurrent state change in place; the stash of a round has two
+buffers that take turns, because a graph writes the new one before it has read the old one.
+"""
+
+import mmap
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+
+from qwen_mtp.errors import PackageError, RequestError
+from qwen_mtp.graphs.manifest import REMEDY
+from qwen_mtp.graphs.spec import GraphSpec, TensorSpec
+from qwen_mtp.runtime.package import Package
+
+Array = npt.NDArray[Any]
+SELECTOR = "graph"
+# Sums over the context are taken in fixed strides; a table is widened in steps of this many
+# positions so that a row's bits do not depend on how far its neighbours have come.
+POSITION_STEP = 128
+
+
+@dataclass(slots=True)
+class _Bound:
+    """One graph bound to its buffers: the binding and the width of its block table."""
+
+    binding: Any
+    width: int
+    kept: list[Any] = field(default_factory=list)  # OrtValues must outlive the binding
+
+
+class Engine:
+    """Runs the graphs of a package by name on named buffers."""
+
+    def __init__(
+        self, package: Package, *, threads: int | None = None, keep_logits: bool = False
+    ) -> None:
+        """Load the model and allocate the state.
+
+        Args:
+            package: The package.
+            threads: Threads inside an operator; None takes the number of usable cores.
+            keep_logits: Also bind the logits, so that they can be read after each run.
+
+        Raises:
+            PackageError: ONNX Runtime refuses the model.
+            RequestError: ``threads`` is not a positive number.
+        """
+        if threads is not None and threads < 1:
+            raise RequestError(f"threads is {threads}: give a number >= 1")
+        self.package = package
+        self._keep_logits = keep_logits
+        self._weights = np.memmap(
+            package.directory / package.manifest.weights_file, np.uint8, mode="r"
+        )
+        self._session = self._load(threads or len(os.sched_getaffinity(0)))
+        self._states = {
+            (s.name, parity): np.zeros(s.shape, np.float32)
+            for s in package.manifest.states
+            for parity in range(2 if s.kind == "stash" else 1)
+        }
+        self._buffers: dict[tuple[str, tuple[int, ...]], Array] = {}
+        self._bound: dict[tuple[str, int, int], _Bound] = {}
+        self._parity = 0
+
+    def _load(self, threads: int) -> ort.InferenceSession:
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.log_severity_level = 3
+        self._initializers = []  # the session reads them as long as it lives
+        for tensor in self.package.manifest.weights:
+            data = self._weights[tensor.offset : tensor.offset + tensor.nbytes]
+            value = ort.OrtValue.ortvalue_from_numpy(data.view(tensor.dtype).reshape(tensor.shape))
+            self._initializers.append(value)
+            options.add_initializer(tensor.name, value)
+        path = self.package.directory / self.package.manifest.model_file
+        try:
+            session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # the runtime's own exceptions share no base class
+            reason = " ".join(str(error).split())
+            raise PackageError(
+                f"{path}: ONNX Runtime {ort.__version__} refuses it ({reason}); {REMEDY}"
+            ) from error
+        # The kernels hold packed copies now; what they still read is paged in again.
+        self._weights._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
+        return session
+
+    def buffer(self, graph: str, name: str) -> Array:
+        """The buffer of an input or output that is neither state nor block table.
+
+        Graphs share a buffer when name and shape agree: that is how the draft graph reads the
+        tokens and hidden rows that the verify graph wrote.
+        """
+        spec = self.package.graph(graph)
+        tensor = next(t for t in (*spec.inputs, *spec.outputs) if t.name == name)
+        return self._io(tensor)
+
+    def state(self, name: str) -> Array:
+        """A state tensor as the next run will read it."""
+        twin = (name, self._parity)
+        return self._states[twin if twin in self._states else (name, 0)]
+
+    def clear_slot(self, slot: int) -> None:
+        """Zero the per-slot state of one batch slot; pool blocks need no clearing."""
+        for spec in self.package.manifest.states:
+            if spec.per_slot:
+                self.state(spec.name)[slot] = 0
+
+    def run(self, graph: str, table: npt.NDArray[np.int32], slot: int = 0) -> None:
+        """Run one graph on its buffers.
+
+        Args:
+            graph: Its name.
+            table: ``[B, W]`` block table, W from :meth:`table_width`.
+            slot: For the prefill graph, the batch slot whose state it advances.
+        """
+        spec = self.package.graph(graph)
+        verify = spec.kind == "target_verify"
+        key = (graph, self._parity if verify else 0, slot if spec.kind == "prefill" else 0)
+        bound = self._bound.get(key)
+        if bound is None:
+            bound = self._bound[key] = self._bind(spec, key[1], slot)
+        self._bind_table(bound, spec, table)
+        self._session.run_with_iobinding(bound.binding)
+        if verify:
+            self._parity ^= 1
+
+    def table_width(self, positions: int) -> int:
+        """Blocks to pass so that a table covers ``positions``, in steps of whole strides."""
+        geometry = self.package.manifest.geometry
+        step = max(1, POSITION_STEP // geometry.block_size)
+        blocks = -(-positions // geometry.block_size)
+        return min(-(-blocks // step) * step, geometry.table_width)
+
+    def _bind(self, spec: GraphSpec, parity: int, slot: int) -> _Bound:
+        bound = _Bound(self._session.io_binding(), 0)
+        self._give(bound, SELECTOR, np.array(self.package.selector(spec.name), np.int32))
+        for tensor in spec.inputs:
+            if tensor.name != "block_table":
+                self._give(bound, f"{spec.name}/{tensor.name}", self._find(tensor, parity, slot))
+        for tensor in spec.outputs:
+            if "logits" in tensor.name and not self._keep_logits:
+                continue
+            value = ort.OrtValue.ortvalue_from_numpy(self._find(tensor, parity ^ 1, slot))
+            bound.kept.append(value)
+            bound.binding.bind_ortvalue_output(f"{spec.name}/{tensor.name}", value)
+        return bound
+
+    def _give(self, bound: _Bound, name: str, data: Array) -> None:
+        value = ort.OrtValue.ortvalue_from_numpy(data)
+        bound.kept += [value, data]
+        bound.binding.bind_ortvalue_input(name, value)
+
+    def _bind_table(self, bound: _Bound, spec: GraphSpec, table: npt.NDArray[np.int32]) -> None:
+        buffer = self._buffers.setdefault(("block_table", table.shape), np.zeros_like(table))
+        buffer[:] = table
+        if bound.width != table.shape[1]:
+            self._give(bound, f"{spec.name}/block_table", buffer)
+            bound.width = table.shape[1]
+
+    def _find(self, tensor: TensorSpec, parity: int, slot: int) -> Array:
+        if tensor.state is None:
+            return self._io(tensor)
+        twin = (tensor.state, parity)
+        whole = self._states[twin if twin in self._states else (tensor.state, 0)]
+        return whole if whole.shape == tensor.shape else whole[slot : slot + 1]
+
+    def _io(self, tensor: TensorSpec) -> Array:
+        key = (tensor.name, tensor.shape)
+        if key not in self._buffers:
+            self._buffers[key] = np.zeros(tensor.shape, tensor.dtype)
+        return self._buffers[key]

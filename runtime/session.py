@@ -1,0 +1,265 @@
+"""Batch slots, prefill and the speculative round: the one loop of the runtime (semantics 4).
+
+A slot holds one sequence. ``prefill`` puts a prompt in and gives its first token; every ``step``
+then drafts K tokens, verifies them in one target pass and commits what was accepted. State is
+committed lazily: the accepted rows of a round are folded in by the next verify graph.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+
+from qwen_mtp.errors import RequestError
+from qwen_mtp.graphs.spec import STOP_IDS
+from qwen_mtp.runtime.blocks import BlockPool
+from qwen_mtp.runtime.engine import Engine
+from qwen_mtp.runtime.feeds import LiveSequence, feed_draft, feed_prefill, feed_verify
+from qwen_mtp.runtime.package import Package
+from qwen_mtp.runtime.sampling import ResolvedSampling
+
+Proposals = Mapping[int, Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one round did for one slot.
+
+    Attributes:
+        tokens: Committed tokens: accepted drafts, then one token of the target.
+        drafted: Drafts that were verified.
+        accepted: Drafts among ``tokens``.
+    """
+
+    tokens: tuple[int, ...]
+    drafted: int
+    accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Milliseconds of the last prefill or step, by phase."""
+
+    prefill: float = 0.0
+    draft: float = 0.0
+    verify: float = 0.0
+    host: float = 0.0
+
+
+class Session:
+    """Sequences in batch slots over the compiled graphs of one package."""
+
+    def __init__(
+        self,
+        package: Package,
+        *,
+        threads: int | None = None,
+        num_speculative_tokens: int | None = None,
+        keep_logits: bool = False,
+    ) -> None:
+        """Load the package.
+
+        Args:
+            package: The package.
+            threads: Threads inside an operator; None takes the number of usable cores.
+            num_speculative_tokens: Drafts a round, 0 = plain decoding; None takes the largest
+                the package was exported for.
+            keep_logits: Keep the logits of each pass readable in ``engine``.
+
+        Raises:
+            PackageError: The model cannot be loaded.
+            RequestError: A number is out of range.
+        """
+        most = package.max_lookahead
+        k = most if num_speculative_tokens is None else num_speculative_tokens
+        if not 0 <= k <= most:
+            raise RequestError(
+                f"num_speculative_tokens is {k}, the package allows 0..{most}; "
+                "export again with a larger -k"
+            )
+        geometry = package.manifest.geometry
+        self.package, self.lookahead = package, k
+        self.engine = Engine(package, threads=threads, keep_logits=keep_logits)
+        self.times = StepTimes()
+        bucket = min((b for b in geometry.lookaheads if b >= k), default=0)
+        self._draft_graph = f"mtp_draft_k{bucket}" if k else None
+        self._slots: dict[int, LiveSequence] = {}
+        self._pool = BlockPool(geometry.num_blocks)
+        self._table = np.zeros((geometry.max_num_seqs, geometry.table_width), np.int32)
+
+    @property
+    def free_slots(self) -> tuple[int, ...]:
+        """Slots that ``prefill`` may use, ascending."""
+        count = self.package.manifest.geometry.max_num_seqs
+        return tuple(slot for slot in range(count) if slot not in self._slots)
+
+    def prefill(self, prompt: Sequence[int], sampling: ResolvedSampling) -> tuple[int, int]:
+        """Put a prompt into a free slot and run it in chunks.
+
+        Args:
+            prompt: Token ids, at least one, fewer than ``max_model_len``.
+            sampling: Complete sampling parameters, see ``SamplingParams.resolve``.
+
+        Returns:
+            The slot and the first token after the prompt.
+
+        Raises:
+            RequestError: The prompt is empty, too long or holds an unknown id, no slot is free,
+                or the model gave a NaN.
+        """
+        begin = perf_counter()
+        self._check_prompt(prompt)
+        if not self.free_slots:
+            raise RequestError("no free slot: release one, or export with a larger --max-num-seqs")
+        slot = self.free_slots[0]
+        self._slots[slot] = LiveSequence(sampling, self._banned_ids(sampling))
+        self.engine.clear_slot(slot)
+        try:
+            token = self._run_chunks(slot, list(prompt))
+        except BaseException:
+            self.release(slot)
+            raise
+        self.times = StepTimes(prefill=(perf_counter() - begin) * 1e3)
+        return slot, token
+
+    def step(self, drafts: Proposals | None = None) -> dict[int, StepResult]:
+        """Run one round over every occupied slot.
+
+        Args:
+            drafts: By slot, proposals that replace those of the MTP head (which runs all the
+                same); at most K each. The output law does not depend on them.
+
+        Returns:
+            By slot, what was committed.
+
+        Raises:
+            RequestError: The model gave a NaN; the slot named in the message is released.
+        """
+        begin = perf_counter()
+        draft_ms, proposals = self._propose(drafts or {})
+        rows = max((len(p) for p in proposals.values()), default=0) + 1
+        bucket = min(r for r in self.package.manifest.geometry.row_buckets if r >= rows)
+        graph = f"target_verify_r{bucket}"
+        feed_verify(self.engine, graph, self._slots, proposals)
+        verify_ms = self._run(graph)
+        results = self._commit(graph, proposals)
+        whole = (perf_counter() - begin) * 1e3
+        self.times = StepTimes(0.0, draft_ms, verify_ms, whole - draft_ms - verify_ms)
+        return results
+
+    def release(self, slot: int) -> None:
+        """Free a slot and its blocks."""
+        self._pool.give_back(self._slots.pop(slot).blocks)
+        self._table[slot] = 0
+
+    def context_len(self, slot: int) -> int:
+        """Positions of a slot that are computed and accepted; one committed token follows."""
+        return self._slots[slot].computed
+
+    def _propose(self, given: Proposals) -> tuple[float, Proposals]:
+        """Drafts of each slot, and the milliseconds the draft graph took."""
+        limit = self.package.manifest.geometry.max_model_len
+        room = {b: s.draft_limit(self.lookahead, limit) for b, s in self._slots.items()}
+        for sequence in self._slots.values():
+            self._reserve(sequence)
+        if self._draft_graph is None or not any(room.values()):
+            return 0.0, {}
+        feed_draft(self.engine, self._draft_graph, self._slots)
+        took = self._run(self._draft_graph)
+        ids = self.engine.buffer(self._draft_graph, "draft_ids")
+        return took, {b: list(given.get(b, ids[b].tolist()))[:k] for b, k in room.items()}
+
+    def _commit(self, graph: str, proposals: Proposals) -> dict[int, StepResult]:
+        tokens = self.engine.buffer(graph, "tokens").tolist()
+        counts = self.engine.buffer(graph, "num_accepted_drafts").tolist()
+        results = {}
+        for slot, sequence in list(self._slots.items()):
+            accepted = counts[slot]
+            emitted = tokens[slot][: accepted + 1]
+            self._refuse_nan(slot, emitted)
+            sequence.rows_start = sequence.computed
+            sequence.rows = sequence.pending = accepted + 1
+            sequence.computed += accepted + 1
+            sequence.emitted += accepted + 1
+            sequence.last = emitted[-1]
+            results[slot] = StepResult(tuple(emitted), len(proposals.get(slot, ())), accepted)
+        return results
+
+    def _run_chunks(self, slot: int, prompt: list[int]) -> int:
+        """Run a whole prompt and leave its last row where the drafter looks for it."""
+        sequence, engine = self._slots[slot], self.engine
+        while sequence.computed < len(prompt):
+            start = sequence.computed
+            rows = feed_prefill(engine, sequence, prompt, start, self._draft_graph is not None)
+            sequence.computed += rows
+            self._reserve(sequence)
+            self._table[slot, : len(sequence.blocks)] = sequence.blocks
+            width = engine.table_width(sequence.computed)
+            engine.run("prefill", self._table[slot : slot + 1, :width], slot)
+        token = int(engine.buffer("prefill", "tokens")[0, 0])
+        self._refuse_nan(slot, [token])
+        sequence.last, sequence.emitted = token, 1
+        sequence.rows, sequence.rows_start = 1, sequence.computed - 1
+        if self._draft_graph is not None:
+            engine.buffer(self._draft_graph, "tokens")[slot, 0] = token
+            hidden = engine.buffer("prefill", "hidden")[0]
+            engine.buffer(self._draft_graph, "hidden")[slot, 0] = hidden
+        return token
+
+    def _run(self, graph: str) -> float:
+        """Run a batched graph; milliseconds."""
+        start = perf_counter()
+        for slot, sequence in self._slots.items():
+            self._table[slot, : len(sequence.blocks)] = sequence.blocks
+        furthest = max((self._reach(s) for s in self._slots.values()), default=1)
+        width = self.engine.table_width(furthest)
+        self.engine.run(graph, self._table[:, :width])
+        return (perf_counter() - start) * 1e3
+
+    def _reach(self, sequence: LiveSequence) -> int:
+        """Positions a round may touch: its rows, and the drafter's provisional ones."""
+        geometry = self.package.manifest.geometry
+        most = geometry.table_width * geometry.block_size
+        return min(sequence.computed + 2 * geometry.max_rows, most)
+
+    def _reserve(self, sequence: LiveSequence) -> None:
+        size = self.package.manifest.geometry.block_size
+        while len(sequence.blocks) * size < self._reach(sequence):
+            sequence.blocks.append(self._pool.take())
+
+    def _refuse_nan(self, slot: int, tokens: Sequence[int]) -> None:
+        if -1 in tokens:
+            position = self._slots[slot].computed
+            self.release(slot)
+            raise RequestError(
+                f"slot {slot}: the model gave NaN logits after position {position}; "
+                "run qwen-mtp verify on the package"
+            )
+
+    def _check_prompt(self, prompt: Sequence[int]) -> None:
+        longest = self.package.manifest.geometry.max_model_len - 1
+        vocabulary = self.package.manifest.config.vocab_size
+        if not prompt:
+            raise RequestError("the prompt is empty: give at least one token")
+        if len(prompt) > longest:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens, the package takes up to {longest}; "
+                "shorten it, or export with a larger --max-model-len"
+            )
+        for place, token in enumerate(prompt):
+            if not isinstance(token, int | np.integer) or not 0 <= token < vocabulary:
+                raise RequestError(
+                    f"prompt token {place} is {token!r}: ids go from 0 to {vocabulary - 1}"
+                )
+
+    def _banned_ids(self, sampling: ResolvedSampling) -> tuple[int, ...]:
+        if sampling.min_tokens == 0:
+            return ()
+        eos = () if sampling.ignore_eos else self.package.manifest.config.eos_token_ids
+        banned = tuple(sorted({*eos, *sampling.stop_token_ids}))
+        if len(banned) > STOP_IDS:
+            raise RequestError(
+                f"min_tokens with {len(banned)} stop ids: at most {STOP_IDS}; give fewer"
+            )
+        return banned
