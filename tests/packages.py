@@ -1,0 +1,49 @@
+"""Exports small packages for tests, once per choice of checkpoint and geometry."""
+
+from functools import lru_cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+from qwen_mtp.export.package import plan_export, staged, write_package
+from qwen_mtp.graphs.spec import Geometry
+from qwen_mtp.progress import Silent
+from qwen_mtp.runtime.package import Package
+from tests.checkpoints import tiny_config, write_checkpoint
+
+TRAINED = Path(__file__).parent.parent / "artifacts" / "tiny-qwen3_5"
+_DEFAULTS: dict[str, Any] = {
+    "max_num_seqs": 1,
+    "max_model_len": 256,
+    "block_size": 16,
+    "prefill_chunk": 16,
+    "lookaheads": (3,),
+    "format": "fp32",
+}
+
+
+@lru_cache(maxsize=1)
+def scratch() -> Path:
+    """A directory for the whole test run; the operating system's temporary folder owns it."""
+    return Path(mkdtemp(prefix="qwen-mtp-tests-"))
+
+
+@lru_cache(maxsize=None)
+def random_checkpoint(seed: int = 0, **overrides: Any) -> Path:
+    """A random checkpoint in the real layout; ``overrides`` go into its text config."""
+    name = "-".join([f"seed{seed}", *(f"{k}{v}" for k, v in sorted(overrides.items()))])
+    path = scratch() / "checkpoints" / name
+    write_checkpoint(path, tiny_config(**overrides), seed=seed)
+    return path
+
+
+@lru_cache(maxsize=None)
+def package(checkpoint: Path, **geometry: Any) -> Package:
+    """The package of a checkpoint under a geometry (defaults: one slot, K=3, fp32, chunk 16)."""
+    choices = _DEFAULTS | geometry
+    name = "-".join(f"{k}{v}" for k, v in sorted(choices.items())).replace(" ", "")
+    path = scratch() / "packages" / f"{checkpoint.name}-{name}"
+    plan = plan_export(checkpoint, Geometry(**choices))
+    with staged(path, overwrite=False) as staging:
+        write_package(plan, staging, Silent())
+    return Package.open(path)
