@@ -3,8 +3,8 @@
 Row ``i`` of a slot's logits verifies draft ``i``; row ``num_drafts`` is the bonus row; rows after
 it are ignored. A draft is accepted with probability ``min(1, p/q)``; the first refused one is
 replaced by a draw from ``max(p - q, 0)``, so what comes out follows the target's law ``p``.
-Greedy slots are the same rule with a one-hot ``p``. Accumulation is float64 whatever the logits
-are: a float32 running sum over a large vocabulary swallows the whole tail.
+Greedy slots are the same rule with a one-hot ``p``. Sums are float64 whatever the logits are: a
+float32 running sum over a large vocabulary swallows the tail.
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from qwen_mtp.custom_ops import rejection_onnx
 from qwen_mtp.custom_ops.operator import Operator
+from qwen_mtp.custom_ops.rejection_onnx import GREEDY_BELOW
 
-GREEDY_BELOW = rejection_onnx.GREEDY_BELOW
 FloatArray = NDArray[np.floating[Any]]
 IntArray = NDArray[np.integer[Any]]
 
@@ -80,11 +80,10 @@ def candidates(row: FloatArray, ask: Sampling) -> tuple[IntArray, NDArray[np.flo
     if ask.top_k > 0:
         order = order[: ask.top_k]
         total = np.cumsum(weights[order])[-1]
-    weights = weights[order]
-    if ask.top_p >= 1:
-        return order, weights
-    before = np.concatenate(([0.0], np.cumsum(weights)[:-1]))
-    kept = max(int((before < np.float64(ask.top_p) * total).sum()), 1)
+    weights, kept = weights[order], order.size
+    if ask.top_p < 1:
+        before = np.concatenate(([0.0], np.cumsum(weights)[:-1]))
+        kept = max(int((before < ask.top_p * total).sum()), 1)
     return order[:kept], weights[:kept]
 
 
@@ -127,7 +126,7 @@ def pick(weights: NDArray[np.float64], uniform: float) -> int:
     """Inverse CDF: the first index whose cumulative weight exceeds ``uniform * total``.
 
     Args:
-        weights: Unnormalised weights ``[M]`` with a positive sum.
+        weights: Unnormalised, ``[M]``, with a positive sum.
         uniform: In ``[0, 1)``.
 
     Returns:
@@ -162,15 +161,14 @@ def sample_slot(
         Token ids; the last is -1 where its row has no law.
     """
     out: list[int] = []
-    sharp = draft_probs is None or ask.temperature < GREEDY_BELOW
+    laws = None if ask.temperature < GREEDY_BELOW else draft_probs
     for i, row in enumerate(rows):
         if not has_law(row):
             return [*out, -1]
         ids, weights = candidates(row, ask)
-        draft = int(drafts[i]) if i < len(drafts) else -1
-        law = np.zeros(row.size)
+        draft, law = int(drafts[i]) if i < len(drafts) else -1, np.zeros(row.size)
         if 0 <= draft < row.size:
-            law = np.eye(1, row.size, draft)[0] if sharp else draft_probs[i].astype(np.float64)
+            law = np.eye(1, row.size, draft)[0] if laws is None else laws[i].astype(np.float64)
             target = weights[ids == draft].sum() / np.cumsum(weights)[-1]
             if accepts(float(accept_uniforms[i]), target, law[draft]):
                 out.append(draft)
@@ -213,8 +211,8 @@ def meaning(
     """
     tokens = np.full(logits.shape[:2], -1, np.int32)
     accepted = np.zeros(len(logits), np.int32)
-    for b, slot in enumerate(logits):
-        n = min(max(int(num_drafts[b]), 0), draft_ids.shape[1])
+    counts = np.clip(num_drafts, 0, draft_ids.shape[1])
+    for b, (slot, n) in enumerate(zip(logits, counts, strict=True)):
         out = sample_slot(
             ban_stops(slot, int(banned_rows[b]), stop_ids[b])[: n + 1],
             draft_ids[b, :n],
@@ -230,8 +228,7 @@ def meaning(
 
 def fake(logits: Any, draft_ids: Any, num_drafts: Any, *_: Any) -> tuple[Any, Any]:
     """Tokens ``[B, R]`` int32 and accepted count ``[B]`` int32, without values."""
-    batch, rows = logits.shape[:2]
-    return draft_ids.new_empty((batch, rows)), num_drafts.new_empty((batch,))
+    return draft_ids.new_empty(logits.shape[:2]), num_drafts.new_empty(num_drafts.shape)
 
 
 _INPUTS = ", ".join(f"Tensor {name}" for name in rejection_onnx.INPUTS)

@@ -86,7 +86,7 @@ def at_row(op: Any, values: Any, row: Any) -> Any:
     return op.GatherND(values, op.Unsqueeze(row, [1]), batch_dims=1)
 
 
-def greedy_part(op: Any, s: Slots) -> Pair:
+def greedy_part(s: Slots, op: Any) -> Pair:
     """Keep drafts while they are the argmax; add the argmax that follows."""
     chunk = op.ArgMax(s.chunk_max, axis=2, keepdims=1)
     entry = op.ArgMax(op.GatherND(s.chunks, chunk, batch_dims=2), axis=2, keepdims=0)
@@ -95,7 +95,7 @@ def greedy_part(op: Any, s: Slots) -> Pair:
     return at_row(op, best, row), row
 
 
-def plain_part(op: Any, s: Slots) -> Pair:
+def plain_part(s: Slots, op: Any) -> Pair:
     """Temperature alone: no sort, candidates in vocabulary order."""
     mass = _full_mass(op, s)
     ids = op.Unsqueeze(op.Max(s.drafts, 0), [2])
@@ -112,7 +112,7 @@ def plain_part(op: Any, s: Slots) -> Pair:
     return op.Squeeze(_pick(op, s, row, weights), [1]), row
 
 
-def sorted_part(op: Any, s: Slots) -> Pair:
+def sorted_part(s: Slots, op: Any) -> Pair:
     """Top-k and top-p: as few candidates as provably hold every token the slots can emit."""
     nucleus = op.And(s.sorts, op.LessOrEqual(s.top_k, 0))
     ones = op.Cast(op.Expand(1.0, op.Shape(s.row_max)), to=DOUBLE)

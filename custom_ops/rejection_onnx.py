@@ -44,7 +44,7 @@ INPUTS = (
 _SHAPES = ("BRV", "BK", "B", "BK", "BR", "B", "B", "B", "B", "BS", "BKV")
 _INTEGERS = frozenset({"draft_ids", "num_drafts", "top_k", "banned_rows", "stop_ids"})
 _OPSET = 24
-_Part = Callable[[Any, Slots], Pair]
+_Part = Callable[[Slots, Any], Pair]
 
 
 def rejection_sample(op: Any, *inputs: Any) -> Pair:
@@ -77,6 +77,10 @@ def _call(op: Any, name: str, names: Sequence[str], inputs: Sequence[Any]) -> Pa
     function = op.functions.get((NAMESPACE, name, "")) or _function(name, names)
     op.builder.root.graph.opset_imports.setdefault(NAMESPACE, 1)
     tokens, accepted = op.call(function, *inputs, _outputs=2)
+    tokens.type, accepted.type = inputs[1].type, inputs[2].type
+    shape = inputs[0].shape
+    tokens.shape = None if shape is None else type(shape)(shape[:2])
+    accepted.shape = inputs[2].shape
     return tokens, accepted
 
 
@@ -116,7 +120,7 @@ def _body(op: Any, *inputs: Any) -> Pair:
             op,
             name,
             any_true(op, mine),
-            partial(part, s=s),
+            partial(part, s),
             lambda o: (o.Identity(nothing), o.Identity(nothing)),
         )
         token, accepted = op.Where(mine, here[0], token), op.Where(mine, here[1], accepted)
