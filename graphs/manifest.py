@@ -37,13 +37,14 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     Attributes:
         greedy_equal: Speculation on and off gave the same bits over all forced patterns.
         patterns: Forced accept patterns that were compared.
-        max_logit_error: Largest difference between a graph and the meaning of its operators.
+        max_logit_error: Largest difference between a graph and the meaning of its operators;
+            None for a model too large to be evaluated in NumPy.
         machine: The processor it ran on; row invariance is a property of the machine.
     """
 
     greedy_equal: bool
     patterns: int
-    max_logit_error: float
+    max_logit_error: float | None
     machine: str
 
 

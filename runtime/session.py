@@ -57,6 +57,7 @@ class Session:
         threads: int | None = None,
         num_speculative_tokens: int | None = None,
         keep_logits: bool = False,
+        engine: Engine | None = None,
     ) -> None:
         """Load the package.
 
@@ -66,6 +67,8 @@ class Session:
             num_speculative_tokens: Drafts a round, 0 = plain decoding; None takes the largest
                 the package was exported for.
             keep_logits: Keep the logits of each pass readable in ``engine``.
+            engine: A loaded engine of this package that no other session holds sequences in;
+                ``threads`` and ``keep_logits`` are its own then. None loads one.
 
         Raises:
             PackageError: The model cannot be loaded.
@@ -80,7 +83,7 @@ class Session:
             )
         geometry = package.manifest.geometry
         self.package, self.lookahead = package, k
-        self.engine = Engine(package, threads=threads, keep_logits=keep_logits)
+        self.engine = engine or Engine(package, threads=threads, keep_logits=keep_logits)
         self.times = StepTimes()
         bucket = min((b for b in geometry.lookaheads if b >= k), default=0)
         self._draft_graph = f"mtp_draft_k{bucket}" if k else None
