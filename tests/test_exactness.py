@@ -1,0 +1,177 @@
+"""Greedy output is the same, token by token and logit bit by bit, with speculation on and off."""
+
+from collections import Counter
+from functools import cache
+from itertools import count as counter
+
+import numpy as np
+import pytest
+
+from qwen_mtp.runtime.package import Package
+from qwen_mtp.runtime.sampling import SamplingParams
+from tests.packages import TRAINED, package, random_checkpoint
+from tests.scripted import (
+    Scripted,
+    Track,
+    Want,
+    counts,
+    differences,
+    every_pair,
+    nothing,
+    own,
+    random_prompts,
+    scripted,
+    session,
+    solo,
+    transitions,
+)
+
+KS = (1, 2, 3, 5, 7)
+FORMATS = ("fp32", "int8", "int4")
+LIMIT = 256
+CHUNK = 16
+# 1..4 around the conv window, the chunk and one more, 2.5 chunks, and across the step of 128
+LENGTHS = (1, 2, 3, 4, CHUNK, CHUNK + 1, 40, 100)
+PLAIN_ROUNDS = 64
+
+
+@cache
+def model(format: str) -> Package:
+    return package(random_checkpoint(), lookaheads=KS, max_model_len=LIMIT, format=format)
+
+
+@cache
+def plain(format: str, threads: int = 1) -> list[Track]:
+    """Plain decoding, far enough to know the drafts of the last scripted round."""
+    running = session(model(format), 0, threads)
+    prompts = random_prompts(LENGTHS)
+    return [solo(running, prompt, nothing, PLAIN_ROUNDS + max(KS) + 1) for prompt in prompts]
+
+
+def check(truths: list[Track], tracks: list[Track], length: int) -> None:
+    for i, (truth, track) in enumerate(zip(truths, tracks, strict=True)):
+        assert differences(truth, track, length) == [], f"prompt {i}"
+
+
+def test_a_script_has_every_count_after_every_other() -> None:
+    for k in KS:
+        cycled = every_pair(k)
+        assert len(cycled) == (k + 1) ** 2
+        pairs = {*zip(cycled, cycled[1:] + cycled[:1], strict=True)}
+        assert pairs == {(a, b) for a in range(k + 1) for b in range(k + 1)}
+
+
+@pytest.mark.parametrize("k", KS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_accept_count_after_every_other_gives_the_bits_of_plain_decoding(
+    format: str, k: int
+) -> None:
+    truths = plain(format)
+    tracks = scripted(session(model(format), k), truths, PLAIN_ROUNDS, counts(k))
+    check(truths, tracks, PLAIN_ROUNDS)
+    assert transitions(tracks) == {(a, b) for a in range(k + 1) for b in range(k + 1)}
+
+
+@pytest.mark.parametrize("k", KS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_drafts_of_the_head_give_the_bits_of_plain_decoding(format: str, k: int) -> None:
+    truths = plain(format)[::3]
+    running = session(model(format), k)
+    check(truths, [solo(running, truth.prompt, own, 24) for truth in truths], 24)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_two_threads_give_the_bits_of_one(format: str) -> None:
+    truths, k = plain(format)[4:], 7
+    tracks = scripted(session(model(format), k, threads=2), truths, 32, counts(k))
+    check(truths, tracks, 32)
+
+
+@pytest.mark.parametrize("k", KS)
+def test_rounds_of_every_length_in_any_order_change_nothing(k: int) -> None:
+    """Short and empty drafts move a sequence from bucket to bucket and back."""
+    draw = np.random.default_rng(k)
+
+    def ragged() -> Want:
+        length = int(draw.integers(0, k + 1))
+        return Want(int(draw.integers(0, length + 1)), length)
+
+    truths = plain("fp32")[4:]
+    tracks = scripted(
+        session(model("fp32"), k), truths, PLAIN_ROUNDS, (ragged() for _ in counter())
+    )
+    check(truths, tracks, PLAIN_ROUNDS)
+    used = Counter(d for track in tracks for d in track.drafted)
+    assert set(used) == set(range(k + 1)), "a length did not occur"
+
+
+@pytest.mark.parametrize("k", KS)
+def test_a_round_without_drafts_commits_whatever_the_round_before_accepted(k: int) -> None:
+    truths = plain("fp32")[3:]
+    script = [want for a in range(k + 1) for want in (Want(a, k), Want(0, 0), Want(a, a))]
+    endless = (script[i % len(script)] for i in counter())
+    tracks = scripted(session(model("fp32"), k), truths, PLAIN_ROUNDS, endless)
+    check(truths, tracks, PLAIN_ROUNDS)
+    assert sum(len(track.accepted) for track in tracks) > len(script)
+
+
+@pytest.mark.parametrize("accept", ["all", "none", "half"])
+@pytest.mark.parametrize("k", KS)
+def test_the_context_may_end_at_any_place_of_a_round(k: int, accept: str) -> None:
+    """Prompts that leave 1 .. 2K + 3 tokens: the last rounds are cut at each place."""
+    whole = plain("fp32")[-1]
+    text, cuts = [*whole.prompt, *whole.tokens], set[int]()
+    for left in range(1, 2 * k + 4):
+        prompt = (text + text)[: LIMIT - left]
+        base = session(model("fp32"), 0)
+        truth = solo(base, prompt, nothing, left)
+        wanted = {"all": k, "none": 0, "half": (k + 1) // 2}[accept]
+        running = session(model("fp32"), k)
+        drafter = Scripted(truth.tokens, (Want(wanted, k) for _ in counter()))
+        track = solo(running, prompt, drafter, left)
+        assert len(track.tokens) == left, "a round ran past the end of the context"
+        assert differences(truth, track, left) == [], f"{left} tokens left"
+        cuts.update(track.drafted)
+    assert cuts == set(range(k + 1)), "a cut did not occur"
+
+
+@pytest.mark.parametrize("k", [1, 3, 7])
+def test_max_tokens_may_end_at_any_place_of_a_round(k: int) -> None:
+    truth = plain("fp32")[2]
+    for most in range(1, 2 * k + 4):
+        sampling = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True).resolve()
+        for script in (iter([Want(k, k)] * most), counts(k)):
+            drafter = Scripted(truth.tokens, script)
+            track = solo(session(model("fp32"), k), truth.prompt, drafter, most, sampling)
+            assert len(track.tokens) == most
+            assert differences(truth, track, most) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("source", ["random", "trained"])
+def test_fifty_prompts_of_128_tokens_give_the_bits_of_plain_decoding(
+    source: str, format: str
+) -> None:
+    """Every K, scripted drafts and those of the head, two threads."""
+    checkpoint = random_checkpoint(1) if source == "random" else TRAINED
+    geometry = {"lookaheads": KS, "max_model_len": LIMIT, "format": format}
+    big = package(checkpoint, **geometry)
+    vocabulary = big.manifest.config.vocab_size
+    lengths = (*LENGTHS, *range(5, 89, 2))
+    assert len(lengths) >= 50
+    prompts = random_prompts(lengths, vocabulary, seed=7)
+    base = session(big, 0, threads=2)
+    truths = [solo(base, prompt, nothing, 128 + max(KS) + 1) for prompt in prompts]
+    for k in KS:
+        tracks = scripted(session(big, k, threads=2), truths, 128, counts(k))
+        check(truths, tracks, 128)
+        assert transitions(tracks) == {(a, b) for a in range(k + 1) for b in range(k + 1)}
+        forced = Counter(a for track in tracks for a in track.accepted)
+        running = session(big, k, threads=2)
+        tracks = [solo(running, prompt, own, 128) for prompt in prompts]
+        check(truths, tracks, 128)
+        real = Counter(a for track in tracks for a in track.accepted)
+        print(
+            f"{source} {format} K={k}: forced {sorted(forced.items())} own {sorted(real.items())}"
+        )
