@@ -15,8 +15,13 @@ from qwen_mtp.runtime.engine import Engine
 from qwen_mtp.runtime.package import Package
 from qwen_mtp.runtime.sampling import ResolvedSampling, SamplingParams
 from qwen_mtp.runtime.session import Session, StepResult
+from tests.packages import package, random_checkpoint
 
 Floats: TypeAlias = npt.NDArray[np.float32]
+KS = (1, 2, 3, 5, 7)
+FORMATS = ("fp32", "int8", "int4")
+LIMIT = 256
+CHUNK = 16
 GREEDY = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True).resolve()
 
 
@@ -110,6 +115,12 @@ def counts(k: int, start: int = 0) -> Iterator[Want]:
 def transitions(tracks: Sequence[Track]) -> set[tuple[int, int]]:
     """Accepted counts of neighbouring rounds."""
     return {pair for track in tracks for pair in pairwise(track.accepted)}
+
+
+@cache
+def five_lookaheads(format: str) -> Package:
+    """A random model with every K of :data:`KS`, one slot, contexts up to :data:`LIMIT`."""
+    return package(random_checkpoint(), lookaheads=KS, max_model_len=LIMIT, format=format)
 
 
 @cache

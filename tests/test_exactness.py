@@ -7,16 +7,20 @@ from itertools import count as counter
 import numpy as np
 import pytest
 
-from qwen_mtp.runtime.package import Package
 from qwen_mtp.runtime.sampling import SamplingParams
 from tests.packages import TRAINED, package, random_checkpoint
 from tests.scripted import (
+    CHUNK,
+    FORMATS,
+    KS,
+    LIMIT,
     Scripted,
     Track,
     Want,
     counts,
     differences,
     every_pair,
+    five_lookaheads,
     nothing,
     own,
     random_prompts,
@@ -26,24 +30,15 @@ from tests.scripted import (
     transitions,
 )
 
-KS = (1, 2, 3, 5, 7)
-FORMATS = ("fp32", "int8", "int4")
-LIMIT = 256
-CHUNK = 16
 # 1..4 around the conv window, the chunk and one more, 2.5 chunks, and across the step of 128
 LENGTHS = (1, 2, 3, 4, CHUNK, CHUNK + 1, 40, 100)
 PLAIN_ROUNDS = 64
 
 
 @cache
-def model(format: str) -> Package:
-    return package(random_checkpoint(), lookaheads=KS, max_model_len=LIMIT, format=format)
-
-
-@cache
 def plain(format: str, threads: int = 1) -> list[Track]:
     """Plain decoding, far enough to know the drafts of the last scripted round."""
-    running = session(model(format), 0, threads)
+    running = session(five_lookaheads(format), 0, threads)
     prompts = random_prompts(LENGTHS)
     return [solo(running, prompt, nothing, PLAIN_ROUNDS + max(KS) + 1) for prompt in prompts]
 
@@ -67,7 +62,7 @@ def test_every_accept_count_after_every_other_gives_the_bits_of_plain_decoding(
     format: str, k: int
 ) -> None:
     truths = plain(format)
-    tracks = scripted(session(model(format), k), truths, PLAIN_ROUNDS, counts(k))
+    tracks = scripted(session(five_lookaheads(format), k), truths, PLAIN_ROUNDS, counts(k))
     check(truths, tracks, PLAIN_ROUNDS)
     assert transitions(tracks) == {(a, b) for a in range(k + 1) for b in range(k + 1)}
 
@@ -76,14 +71,14 @@ def test_every_accept_count_after_every_other_gives_the_bits_of_plain_decoding(
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_drafts_of_the_head_give_the_bits_of_plain_decoding(format: str, k: int) -> None:
     truths = plain(format)[::3]
-    running = session(model(format), k)
+    running = session(five_lookaheads(format), k)
     check(truths, [solo(running, truth.prompt, own, 24) for truth in truths], 24)
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_two_threads_give_the_bits_of_one(format: str) -> None:
     truths, k = plain(format)[4:], 7
-    tracks = scripted(session(model(format), k, threads=2), truths, 32, counts(k))
+    tracks = scripted(session(five_lookaheads(format), k, threads=2), truths, 32, counts(k))
     check(truths, tracks, 32)
 
 
@@ -98,7 +93,7 @@ def test_rounds_of_every_length_in_any_order_change_nothing(k: int) -> None:
 
     truths = plain("fp32")[4:]
     tracks = scripted(
-        session(model("fp32"), k), truths, PLAIN_ROUNDS, (ragged() for _ in counter())
+        session(five_lookaheads("fp32"), k), truths, PLAIN_ROUNDS, (ragged() for _ in counter())
     )
     check(truths, tracks, PLAIN_ROUNDS)
     used = Counter(d for track in tracks for d in track.drafted)
@@ -110,7 +105,7 @@ def test_a_round_without_drafts_commits_whatever_the_round_before_accepted(k: in
     truths = plain("fp32")[3:]
     script = [want for a in range(k + 1) for want in (Want(a, k), Want(0, 0), Want(a, a))]
     endless = (script[i % len(script)] for i in counter())
-    tracks = scripted(session(model("fp32"), k), truths, PLAIN_ROUNDS, endless)
+    tracks = scripted(session(five_lookaheads("fp32"), k), truths, PLAIN_ROUNDS, endless)
     check(truths, tracks, PLAIN_ROUNDS)
     assert sum(len(track.accepted) for track in tracks) > len(script)
 
@@ -123,10 +118,10 @@ def test_the_context_may_end_at_any_place_of_a_round(k: int, accept: str) -> Non
     text, cuts = [*whole.prompt, *whole.tokens], set[int]()
     for left in range(1, 2 * k + 4):
         prompt = (text + text)[: LIMIT - left]
-        base = session(model("fp32"), 0)
+        base = session(five_lookaheads("fp32"), 0)
         truth = solo(base, prompt, nothing, left)
         wanted = {"all": k, "none": 0, "half": (k + 1) // 2}[accept]
-        running = session(model("fp32"), k)
+        running = session(five_lookaheads("fp32"), k)
         drafter = Scripted(truth.tokens, (Want(wanted, k) for _ in counter()))
         track = solo(running, prompt, drafter, left)
         assert len(track.tokens) == left, "a round ran past the end of the context"
@@ -142,7 +137,9 @@ def test_max_tokens_may_end_at_any_place_of_a_round(k: int) -> None:
         sampling = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True).resolve()
         for script in (iter([Want(k, k)] * most), counts(k)):
             drafter = Scripted(truth.tokens, script)
-            track = solo(session(model("fp32"), k), truth.prompt, drafter, most, sampling)
+            track = solo(
+                session(five_lookaheads("fp32"), k), truth.prompt, drafter, most, sampling
+            )
             assert len(track.tokens) == most
             assert differences(truth, track, most) == []
 
