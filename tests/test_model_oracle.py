@@ -14,8 +14,9 @@ from qwen_mtp.custom_ops.torch_library import ops
 from qwen_mtp.graphs.spec import Geometry
 from qwen_mtp.runtime.session import Session
 from tests.checkpoints import tiny_config, write_checkpoint
-from tests.eager import EagerGraphs, Reference, Weights, gap, record
+from tests.eager import Reference
 from tests.packages import TRAINED, package, scratch
+from tests.rounds import EagerGraphs, Weights, gap, record
 
 TOLERANCE = 1e-4
 CHUNK = 16

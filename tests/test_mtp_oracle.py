@@ -12,8 +12,9 @@ from qwen_mtp.custom_ops.torch_library import ops
 from qwen_mtp.graphs.spec import Geometry
 from qwen_mtp.graphs.target import target_prefill
 from qwen_mtp.runtime.session import Session
-from tests.eager import EagerGraphs, Reference, Round, Weights, gap, record
+from tests.eager import Reference
 from tests.packages import TRAINED, package, random_checkpoint
+from tests.rounds import EagerGraphs, Round, Weights, gap, record
 
 TOLERANCE = 1e-4
 K = 3

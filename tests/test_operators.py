@@ -1,15 +1,8 @@
 """Every operator in its three forms (NumPy, torch, compiled) against torch and transformers."""
 
-import re
-from collections.abc import Callable
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
-import onnxruntime as ort
-import onnxscript
 import pytest
 import torch
 from torch.nn import functional
@@ -17,196 +10,58 @@ from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5 as reference
 
 from qwen_mtp.custom_ops import attention, causal_conv, delta_rule, linear, norm, rotary, rows
-from qwen_mtp.custom_ops.operator import Operator
 from qwen_mtp.custom_ops.torch_library import OPERATORS, ops
 from tests.checkpoints import tiny_config
+from tests.operators import (
+    BLOCK_SIZE,
+    Array,
+    Run,
+    attention_inputs,
+    cases,
+    close,
+    compiled,
+    delta_inputs,
+    each,
+    ints,
+    normal,
+    quantised,
+    same_bits,
+    tensor,
+    with_extra,
+    write_inputs,
+)
 
-Array = np.ndarray
-Run = Callable[..., list[Array]]
 NAN = np.float32(np.nan)
-BLOCK_SIZE = 4
-
-
-def _typed(value: Any) -> Any:
-    return ir.TensorType(ir.DataType.from_numpy(value.dtype))
-
-
-def compiled(operator: Operator, *example: Any, stored: tuple[int, ...] = ()) -> Run:
-    """The ONNX form in a session of its own; block tables may change their width.
-
-    Args:
-        operator: The operator.
-        *example: Arguments of its meaning: arrays give shapes and types, the rest attributes.
-        stored: Positions of arrays that are weights in an external file, as in a package.
-    """
-    graph = ir.Graph([], [], nodes=[], opset_imports={"": 24, "com.microsoft": 1}, name="main")
-    gb = onnxscript.GraphBuilder(graph)
-    names = re.findall(r"(\w+)(?=[,)])", operator.schema.split("->")[0])
-    values, live = [], []
-    with TemporaryDirectory() as folder:
-        for i, (name, arg) in enumerate(zip(names, example, strict=True)):
-            if not isinstance(arg, Array):
-                values.append(arg)
-            elif i in stored:
-                place = Path(folder, f"{name}.bin")
-                place.write_bytes(arg.tobytes())
-                kind, shape = ir.DataType.from_numpy(arg.dtype), ir.Shape(arg.shape)
-                data = ir.ExternalTensor(
-                    place.name, 0, arg.nbytes, kind, shape=shape, name=name, base_dir=folder
-                )
-                values.append(gb.initializer(data, name))
-            else:
-                shape = (arg.shape[0], "blocks") if name == "table" else arg.shape
-                values.append(gb.input(name, ir.DataType.from_numpy(arg.dtype), list(shape)))
-                live.append(i)
-        _add_outputs(gb, operator, values, example)
-        ir.save(ir.Model(graph, ir_version=11), Path(folder, "model.onnx"))
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = 2
-        session = ort.InferenceSession(
-            str(Path(folder, "model.onnx")), options, ["CPUExecutionProvider"]
-        )
-
-    def run(*args: Any) -> list[Array]:
-        feeds = {x.name: args[i] for x, i in zip(session.get_inputs(), live, strict=True)}
-        return session.run(None, feeds)  # type: ignore[no-any-return]
-
-    return run
-
-
-def _add_outputs(gb: Any, operator: Operator, values: list[Any], example: Any) -> None:
-    outputs = operator.onnx(gb.op, *values)
-    shapes = _shapes(operator, example)
-    for i, (value, shape) in enumerate(zip(_tuple(outputs), shapes, strict=True)):
-        value.type = value.type or ir.TensorType(ir.DataType.FLOAT)
-        value.shape = ir.Shape(shape)
-        gb.add_output(value, f"out{i}")
-
-
-def _tuple(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, tuple | list) else (value,)
-
-
-def _tensor(arg: Any) -> Any:
-    return torch.from_numpy(arg.copy()) if isinstance(arg, Array) else arg
-
-
-def _shapes(operator: Operator, args: Any) -> list[tuple[int, ...]]:
-    """The shapes that the fake kernel promises."""
-    fakes = [_tensor(a).to("meta") if isinstance(a, Array) else a for a in args]
-    return [tuple(t.shape) for t in _tuple(operator.fake(*fakes))]
-
-
-def same_bits(found: Any, expected: Any) -> None:
-    for a, b in zip(_tuple(found), _tuple(expected), strict=True):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape)
-        assert np.ascontiguousarray(a).tobytes() == np.ascontiguousarray(b).tobytes()
-
-
-def close(found: Any, expected: Any, tolerance: float = 2e-6) -> None:
-    """Equal up to ``tolerance`` of the largest expected magnitude."""
-    for a, b in zip(_tuple(found), _tuple(expected), strict=True):
-        a, b = np.asarray(a), np.asarray(b)
-        assert a.shape == b.shape
-        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * np.abs(b).max())
-
-
-def normal(rng: np.random.Generator, *shape: int) -> Array:
-    return rng.standard_normal(shape).astype(np.float32)
-
-
-def ints(*values: Any) -> Array:
-    return np.array(values, np.int32)
-
-
-def delta_inputs(
-    rng: np.random.Generator, batch: int, count: int, ratio: int = 2, dim: int = 16
-) -> list[Array]:
-    """q, k, v, g, beta and state with two key heads and ``2 * ratio`` value heads."""
-    q, k = (normal(rng, batch, count, 2, dim) for _ in range(2))
-    q, k = (x / np.sqrt(np.square(x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
-    heads = 2 * ratio
-    v, g = normal(rng, batch, count, heads, 8), -np.abs(normal(rng, batch, count, heads))
-    beta = rng.random((batch, count, heads), dtype=np.float32)
-    return [q, k, v, g, beta, normal(rng, batch, heads, dim, 8)]
-
-
-def attention_inputs(rng: np.random.Generator, rows: int = 3, heads: int = 4) -> list[Any]:
-    """q, pools, table, start, count and block size of two slots; 0 is an unassigned block."""
-    pools = [normal(rng, 2, 12 * BLOCK_SIZE, 16) for _ in range(2)]
-    for pool in pools:
-        pool[:, attention.ZERO_SLOT] = 0
-    table = ints([3, 7, 1, 9, 0], [5, 2, 11, 0, 0])
-    start, count = ints(11, 2), ints(rows, rows)
-    return [normal(rng, 2, rows, heads, 16), *pools, table, start, count, BLOCK_SIZE]
-
-
-def write_inputs(rng: np.random.Generator, rows: int = 3) -> list[Any]:
-    """k, v and what :func:`attention_inputs` gives after the query."""
-    new = [normal(rng, 2, rows, 2, 16) for _ in range(2)]
-    return [*new, *attention_inputs(rng, rows)[1:]]
-
-
-def _quantised(quantise: Callable[[Array], Any], weight: Array) -> list[Array]:
-    return [np.ascontiguousarray(x) for x in quantise(weight)]
-
-
-Case = tuple[list[Any], tuple[int, ...], float]
-
-
-def cases(rng: np.random.Generator) -> dict[str, Case]:
-    """Arguments of every operator, which are stored, and the tolerance (0: the same bits)."""
-    x, weight, ids = normal(rng, 6, 64), normal(rng, 48, 64), ints(7, 0, -1, 47, 7)
-    int8, int4 = (_quantised(q, weight) for q in (linear.quantize_int8, linear.quantize_int4))
-    u, taps, window = normal(rng, 2, 5, 12), normal(rng, 12, 1, 4), normal(rng, 2, 3, 12)
-    cos, sin = rotary.rotary_table(ints(5, 900), 3, 8, 1e7)
-    return {
-        "rms_norm": ([normal(rng, 3, 5, 32), normal(rng, 32), 1e-6], (1,), 2e-6),
-        "rotary_table": ([ints(0, 100_000), 4, 16, 1e7], (), 2e-6),
-        "rotary_embedding": ([normal(rng, 2, 3, 4, 32), cos, sin], (), 2e-6),
-        "causal_conv": ([u, taps, window], (1,), 2e-6),
-        "conv_window": ([window, u, ints(4, 0)], (), 0),
-        "gated_delta_rule": ([*delta_inputs(rng, 3, 4), ints(2, 0, 4)], (), 2e-6),
-        "kv_write": (write_inputs(rng), (), 0),
-        "paged_attention": (attention_inputs(rng), (), 2e-6),
-        "linear": ([x, weight], (1,), 2e-6),
-        "linear_int8": ([x, *int8], (1, 2), 2e-6),
-        "linear_int4": ([x, *int4], (1, 2), 2e-6),
-        "embedding": ([ids, weight], (1,), 0),
-        "embedding_int8": ([ids, *int8], (1, 2), 0),
-        "embedding_int4": ([ids, *int4], (1, 2), 0),
-        "take_row": ([normal(rng, 3, 4, 8), ints(2, -1, 0)], (), 0),
-        "pad_rows": ([normal(rng, 2, 3, 8), 5, 0], (), 0),
-    }
 
 
 BY_NAME = {operator.name: operator for operator in OPERATORS}
-NAMES = sorted(name for name in BY_NAME if not name.startswith("rejection"))
+CASES = sorted(cases(np.random.default_rng(0)))
 
 
 def test_every_operator_but_the_sampler_has_a_case() -> None:
-    assert sorted(cases(np.random.default_rng(0))) == NAMES
+    own = {name for name in BY_NAME if not name.startswith("rejection")}
+    assert {case.split()[0] for case in CASES} == own
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", NAMES)
-def test_the_compiled_form_computes_the_meaning(name: str, seed: int) -> None:
-    args, stored, tolerance = cases(np.random.default_rng(seed))[name]
-    found = compiled(BY_NAME[name], *args, stored=stored)(*args)
-    expected = BY_NAME[name].meaning(*args)
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("case", CASES)
+def test_the_compiled_form_computes_the_meaning(case: str, seed: int) -> None:
+    args, stored, tolerance = cases(np.random.default_rng(seed))[case]
+    operator = BY_NAME[case.split()[0]]
+    found, expected = compiled(operator, *args, stored=stored)(*args), operator.meaning(*args)
     if tolerance == 0:
         same_bits(found, expected)
     else:
         close(found, expected, tolerance)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_torch_operator_is_the_meaning_and_its_fake_kernel_tells_the_shapes(name: str) -> None:
-    args = cases(np.random.default_rng(1))[name][0]
-    op, tensors = getattr(ops, name), [_tensor(a) for a in args]
+@pytest.mark.parametrize("case", CASES)
+def test_the_torch_operator_is_the_meaning_and_its_fake_kernel_tells_the_shapes(case: str) -> None:
+    args, name = cases(np.random.default_rng(1))[case][0], case.split()[0]
+    op, tensors = getattr(ops, name), [tensor(a) for a in args]
     same_bits(
-        tuple(t.numpy() for t in _tuple(op(*tensors))),
-        tuple(np.asarray(x) for x in _tuple(BY_NAME[name].meaning(*args))),
+        tuple(t.numpy() for t in each(op(*tensors))),
+        tuple(np.asarray(x) for x in each(BY_NAME[name].meaning(*args))),
     )
     kinds = ("test_schema", "test_faketensor")
     torch.library.opcheck(op.default, tuple(tensors), test_utils=kinds)
@@ -215,11 +70,11 @@ def test_the_torch_operator_is_the_meaning_and_its_fake_kernel_tells_the_shapes(
 def test_rms_norm_is_that_of_torch_and_with_one_added_that_of_transformers() -> None:
     rng = np.random.default_rng(2)
     x, weight = normal(rng, 3, 5, 64) * 4, normal(rng, 64)
-    torch_norm = functional.rms_norm(_tensor(x), (64,), _tensor(weight), 1e-6)
+    torch_norm = functional.rms_norm(tensor(x), (64,), tensor(weight), 1e-6)
     close(norm.rms_norm(x, weight, 1e-6), torch_norm)
     module = reference.Qwen3_5RMSNorm(64, eps=1e-6)
-    module.weight.data = _tensor(weight)
-    close(norm.rms_norm(x, weight + 1, 1e-6), module(_tensor(x)).detach())
+    module.weight.data = tensor(weight)
+    close(norm.rms_norm(x, weight + 1, 1e-6), module(tensor(x)).detach())
 
 
 @pytest.mark.parametrize("factor", [0.25, 0.5, 1.0])
@@ -228,9 +83,9 @@ def test_rotary_is_the_multi_axis_embedding_of_transformers_on_text(factor: floa
     config = Qwen3_5TextConfig(**tiny_config(partial_rotary_factor=factor)["text_config"])
     q, k = normal(rng, 2, 6, 4, 32), normal(rng, 2, 6, 2, 32)
     start = ints(0, 1000)
-    positions = _tensor(start[:, None] + np.arange(6))
-    tables = reference.Qwen3_5TextRotaryEmbedding(config)(_tensor(q), positions[None])
-    expected = reference.apply_rotary_pos_emb(_tensor(q), _tensor(k), *tables, unsqueeze_dim=2)
+    positions = tensor(start[:, None] + np.arange(6))
+    tables = reference.Qwen3_5TextRotaryEmbedding(config)(tensor(q), positions[None])
+    expected = reference.apply_rotary_pos_emb(tensor(q), tensor(k), *tables, unsqueeze_dim=2)
     cos, sin = rotary.rotary_table(start, 6, dim, 1e7)
     # Frequencies may differ in the last bit, which position 1000 makes a thousand times larger.
     for table, wanted in zip((cos, sin), tables, strict=True):
@@ -248,15 +103,15 @@ def test_causal_conv_is_conv1d_over_the_window_and_the_rows(taps: int) -> None:
         normal(rng, 12, 1, taps),
         normal(rng, 2, taps - 1, 12),
     )
-    line = _tensor(np.concatenate([window, u], axis=1)).transpose(1, 2)
-    expected = functional.silu(functional.conv1d(line, _tensor(weight), groups=12))
+    line = tensor(np.concatenate([window, u], axis=1)).transpose(1, 2)
+    expected = functional.silu(functional.conv1d(line, tensor(weight), groups=12))
     close(causal_conv.causal_conv(u, weight, window), expected.transpose(1, 2))
 
 
 @pytest.mark.parametrize("ratio", [1, 2, 3, 4])
 def test_the_delta_rule_is_the_recurrence_of_transformers(ratio: int) -> None:
     args = delta_inputs(np.random.default_rng(ratio), 2, 9, ratio)
-    tensors = [_tensor(a) for a in args]
+    tensors = [tensor(a) for a in args]
     expected = reference.torch_recurrent_gated_delta_rule(
         *tensors[:5], initial_state=tensors[5], output_final_state=True
     )
@@ -265,12 +120,13 @@ def test_the_delta_rule_is_the_recurrence_of_transformers(ratio: int) -> None:
     close(run(*args, None), expected)
 
 
-@pytest.mark.parametrize("ratio", [1, 2, 3, 4])
-@pytest.mark.parametrize("length", [2, 4, 7])
+@pytest.mark.parametrize(
+    ("ratio", "length", "dim"), [(1, 2, 16), (2, 4, 16), (3, 4, 16), (4, 7, 16), (1, 4, 128)]
+)
 def test_rows_from_count_on_leave_the_state_with_the_bits_of_single_steps(
-    ratio: int, length: int
+    ratio: int, length: int, dim: int
 ) -> None:
-    args = delta_inputs(np.random.default_rng(5), length + 1, length, ratio)
+    args = delta_inputs(np.random.default_rng(5), length + 1, length, ratio, dim)
     count = np.arange(length + 1, dtype=np.int32)  # slot b keeps b rows
     args[:5] = [poison_rows(a, count) for a in args[:5]]
     single = [a[:1, :1] for a in args[:5]] + [args[5][:1]]
@@ -328,32 +184,41 @@ def poison_pools(args: list[Any]) -> list[Any]:
     return args
 
 
+@pytest.mark.parametrize("extra", [0, 2])
 @pytest.mark.parametrize("heads", [2, 4, 6])
 def test_paged_attention_is_scaled_dot_product_attention_over_what_the_blocks_hold(
-    heads: int,
+    heads: int, extra: int
 ) -> None:
     rng = np.random.default_rng(7)
     args = attention_inputs(rng, 3, heads)
     args[5] = ints(3, 2)  # the last row of slot 1 is padding
-    args = poison_pools(args)
+    args = poison_pools(with_extra(rng, args, extra) if extra else args)
     args[0] = poison_rows(args[0], args[5])
-    q, k_pool, v_pool, table, start, count, _ = args
-    narrow = [*args[:3], np.ascontiguousarray(table[:, :4]), *args[4:]]
+    narrow = [*args[:3], np.ascontiguousarray(args[3][:, :4]), *args[4:]]
     run = compiled(attention.PAGED_ATTENTION, *args)
     with np.errstate(invalid="ignore"):
         meaning = attention.paged_attention(*args), attention.paged_attention(*narrow)
     for found in (run(*args)[0], run(*narrow)[0], *meaning):
-        for b, kept in enumerate(count):
-            end = start[b] + kept
-            slots = [_slot(table[b], p) for p in range(end)]
-            seen = torch.arange(end) <= torch.arange(start[b], end)[:, None]
-            expected = functional.scaled_dot_product_attention(
-                _tensor(q[b, :kept]).transpose(0, 1),
-                *(_tensor(pool[:, slots]) for pool in (k_pool, v_pool)),
-                attn_mask=seen,
-                enable_gqa=True,
-            )
-            close(found[b, :kept], expected.transpose(0, 1))
+        for b, kept in enumerate(args[5]):
+            close(found[b, :kept], _dense(args, b, extra))
+
+
+def _dense(args: list[Any], b: int, extra: int) -> Any:
+    """torch's attention over the gathered sequence of one slot, ``[count, Nh, D]``."""
+    q, *pools, table, start, count = args[:6]
+    end = start[b] + count[b]
+    slots = [_slot(table[b], p) for p in range(end)]
+    seen = torch.arange(end) <= torch.arange(start[b], end)[:, None]
+    keys, values = (tensor(pool[:, slots]) for pool in pools)
+    if extra:
+        seen = functional.pad(seen, (0, extra), value=True)
+        more = (tensor(x[b]).transpose(0, 1) for x in args[6:8])
+        keys, values = (torch.cat(x, dim=1) for x in zip((keys, values), more, strict=True))
+    query = tensor(q[b, : count[b]]).transpose(0, 1)
+    mixed = functional.scaled_dot_product_attention(
+        query, keys, values, attn_mask=seen, enable_gqa=True
+    )
+    return mixed.transpose(0, 1)
 
 
 @pytest.mark.parametrize(
@@ -404,9 +269,15 @@ def test_int8_and_int4_round_to_the_nearest_step_and_keep_zeros() -> None:
     assert (rows_[3] == 128).all()
 
 
+def _int8_rows(weight: Array) -> list[Array]:
+    values, scale = linear.quantize_int8(weight)
+    return [values.T, scale]
+
+
 FORMATS: dict[str, Any] = {
     "linear": (linear.LINEAR, lambda w: [w], 1e-6),
     "linear_int8": (linear.LINEAR_INT8, linear.quantize_int8, 0.02),
+    "linear_int8_rows": (linear.LINEAR_INT8_ROWS, _int8_rows, 0.02),
     "linear_int4": (linear.LINEAR_INT4, linear.quantize_int4, 0.2),
 }
 
@@ -419,7 +290,7 @@ def test_a_row_of_a_product_has_the_same_bits_among_any_other_rows(
     operator, quantise, loss = FORMATS[name]
     rng = np.random.default_rng(11)
     weight = normal(rng, *shape)
-    stored = _quantised(quantise, weight)
+    stored = quantised(quantise, weight)
     places = tuple(range(1, 1 + len(stored)))
     x = normal(rng, 16, shape[1])
     x[1] = 0
@@ -453,7 +324,7 @@ def test_a_row_of_attention_has_the_same_bits_among_more_rows_and_in_a_wider_tab
     for count in (1, 2, 4, 8):
         for width in (8, 16):
             args = [q[:, :count].copy(), *pools, table[:, :width].copy()]
-            args += [ints(100), ints(count), size]
+            args += [ints(100), ints(count), None, None, size]
             run = compiled(attention.PAGED_ATTENTION, *args)
             found = run(*args)[0][0, 0]
             args[0][:, 1:] *= 50
