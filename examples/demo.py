@@ -11,9 +11,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from qwen_mtp import LLM, SamplingParams, export_package
-from qwen_mtp.errors import QwenMtpError
-from qwen_mtp.runtime.outputs import RequestOutput, Stats
+from qwen_mtp import (
+    LLM,
+    QwenMtpError,
+    RequestOutput,
+    SamplingParams,
+    Stats,
+    export_package,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 CHECKPOINT = ROOT / "artifacts" / "tiny-qwen3_5"
@@ -29,11 +34,12 @@ BAR = 30
 
 def export() -> None:
     """Write the package; the export ends by checking what it wrote."""
+    print(f"exporting {CHECKPOINT.name} to {PACKAGE.name}/ and checking it ...", flush=True)
     start = time.perf_counter()
     export_package(CHECKPOINT, PACKAGE, lookaheads=(LOOKAHEAD,), max_model_len=512, overwrite=True)
     size = sum(file.stat().st_size for file in PACKAGE.iterdir())
     seconds = time.perf_counter() - start
-    print(f"{PACKAGE.name}/: {size / 1e6:.1f} MB, exported and verified in {seconds:.1f} s\n")
+    print(f"{size / 1e6:.1f} MB, exported and verified in {seconds:.1f} s\n")
 
 
 def generate(num_speculative_tokens: int) -> list[RequestOutput]:
