@@ -1,0 +1,199 @@
+"""The compiled graphs against ``golden.npz``, the values of the torch definition."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from qwen_mtp.checks_bench import Bench
+from qwen_mtp.checks_report import Check
+from qwen_mtp.graphs.spec import TensorSpec, WeightFormat
+from qwen_mtp.progress import Progress
+
+Array = npt.NDArray[Any]
+GOLDEN = "golden.npz"
+# Relative error of a tensor, ||got - wanted|| / ||wanted||, that is always allowed.
+# fp32: sums in another order.
+# int8, int4: sums in another order move an activation across a rounding boundary now and then,
+# which changes it by a whole step (1/127 of the largest in its row or block).
+FLOOR: dict[WeightFormat, float] = {"fp32": 1e-4, "int8": 1e-2, "int4": 1e-2}
+# Where the definition itself moves by more when its input moves in the seventh digit (recorded
+# beside the values), this many times as much is allowed.
+MOVES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One recorded run of a graph.
+
+    Attributes:
+        graph: Its name.
+        slot: For a prefill, the batch slot.
+        inputs: Inputs that are not state, by name.
+        values: Outputs by name: integers whole, of others some values.
+        places: Coordinates ``[ndim, n]`` of those values.
+        moves: How far, relatively, those values move with the last digits of the input.
+    """
+
+    graph: str
+    slot: int
+    inputs: Mapping[str, Array]
+    values: Mapping[str, Array]
+    places: Mapping[str, Array]
+    moves: Mapping[str, Array]
+
+
+class Replay:
+    """Runs the recorded passes and compares.
+
+    Attributes:
+        max_logit_error: Largest absolute difference of a logit so far.
+        max_error: Largest relative error of a tensor so far.
+        allowed: What was allowed where it occurred.
+    """
+
+    def __init__(self, bench: Bench) -> None:
+        """Start from zero state, as the recording did."""
+        self.max_logit_error = self.max_error = self.allowed = 0.0
+        self._bench, self._engine = bench, bench.engine
+        self._floor = FLOOR[bench.geometry.format]
+
+    def clear(self, blocks: int) -> None:
+        """Zero the slots and the first ``blocks`` blocks of the pools."""
+        size = self._bench.geometry.block_size
+        for state in self._engine.package.manifest.states:
+            data = self._engine.state(state.name)
+            if state.per_slot:
+                data[:] = 0
+            else:
+                data[:, : blocks * size] = 0
+
+    def run(self, step: Pass) -> str | None:
+        """Run one pass; the first tensor that differs by more than the tolerance."""
+        self._bench.neutral(step.graph)
+        for name, data in step.inputs.items():
+            if name != "block_table":
+                buffer = self._engine.buffer(step.graph, name)
+                buffer[tuple(slice(0, size) for size in data.shape)] = data
+        self._engine.run(step.graph, self._table(step), step.slot)
+        flipped = None
+        if step.graph.startswith("mtp_draft"):
+            flipped = self._first_flip(step)
+        for tensor in self._engine.package.graph(step.graph).outputs:
+            if flipped is not None and _after(tensor, flipped):
+                continue
+            if (problem := self._compare(step, tensor)) is not None:
+                return f"{step.graph}: {problem}"
+        return None
+
+    def _table(self, step: Pass) -> Array:
+        """The recorded rows of the block table; idle slots own no blocks."""
+        recorded = step.inputs["block_table"]
+        if step.graph == "prefill":
+            return recorded
+        table = np.zeros((self._bench.slots, recorded.shape[1]), np.int32)
+        table[: len(recorded)] = recorded
+        return table
+
+    def _first_flip(self, step: Pass) -> int | None:
+        """First draft that differs: what follows it has another history."""
+        wanted = step.values["draft_ids"]
+        found = self._engine.buffer(step.graph, "draft_ids")[: len(wanted)]
+        columns = np.flatnonzero((wanted != found).any(axis=0))
+        return int(columns[0]) if len(columns) else None
+
+    def _compare(self, step: Pass, tensor: TensorSpec) -> str | None:
+        wanted, name = step.values[tensor.name], tensor.name.removesuffix(".out")
+        if tensor.dtype == "int32":
+            return self._compare_ids(step, tensor.name, wanted)
+        whole = (
+            self._engine.buffer(step.graph, name)
+            if tensor.state is None
+            else self._engine.state(tensor.state)
+        )
+        if wanted.size == 0:
+            return None
+        found = whole[tuple(step.places[tensor.name])]
+        gap = np.abs(found - wanted)
+        if "logits" in name:
+            self.max_logit_error = float(np.fmax(self.max_logit_error, gap.max()))
+        error = float(np.linalg.norm(gap) / np.linalg.norm(wanted))
+        allowed = self._allowed(step, tensor.name)
+        if error > self.max_error:
+            self.max_error, self.allowed = error, allowed
+        if error <= allowed:  # false for a NaN
+            return None
+        return f"{name} is off by {error:.1e} (allowed {allowed:.1e})"
+
+    def _allowed(self, step: Pass, name: str) -> float:
+        return max(self._floor, MOVES * float(step.moves[name]))
+
+    def _compare_ids(self, step: Pass, name: str, wanted: Array) -> str | None:
+        found = self._engine.buffer(step.graph, name)
+        if name == "num_accepted_drafts":  # follows from the tokens, which are compared
+            return None
+        for slot in range(len(wanted)):
+            columns = np.flatnonzero(found[slot] != wanted[slot])
+            if len(columns) == 0:
+                continue
+            j = int(columns[0])
+            pair = int(found[slot, j]), int(wanted[slot, j])
+            if not self._near_tie(step, name, slot, j, pair):
+                return f"{name}[{slot}, {j}] is {pair[0]}, not {pair[1]}, and no near tie"
+        return None
+
+    def _near_tie(self, step: Pass, name: str, slot: int, j: int, pair: tuple[int, int]) -> bool:
+        """Whether two ids are as likely as the tolerance can tell."""
+        if min(pair) < 0:
+            return False
+        draft = name == "draft_ids"
+        source = f"draft_logits.{j}" if draft else "logits"
+        logits = self._engine.buffer(step.graph, source)
+        row = logits[slot] if draft else logits[slot, j]
+        gap = abs(float(row[pair[0]]) - float(row[pair[1]]))
+        return gap <= 2 * self._allowed(step, source) * float(np.abs(row).max())
+
+
+def check_golden(bench: Bench, progress: Progress) -> tuple[Check, float | None]:
+    """Replay the recording; also the largest difference of a logit."""
+    manifest = bench.engine.package.manifest
+    if GOLDEN not in {file.path for file in manifest.files}:
+        reason = "the package has no golden.npz: too large a model, or too short a max_model_len"
+        return Check("golden", True, f"skipped: {reason}"), None
+    steps = list(_read(bench))
+    progress.phase("verify golden values", len(steps), "passes")
+    missing = {graph.name for graph in manifest.graphs} - {step.graph for step in steps}
+    if missing:
+        return Check("golden", False, f"{GOLDEN} has no values for {sorted(missing)[0]}"), None
+    replay = Replay(bench)
+    replay.clear(1 + max(int(step.inputs["block_table"].max()) for step in steps))
+    for step in steps:
+        if (problem := replay.run(step)) is not None:
+            return Check("golden", False, problem), replay.max_logit_error
+        progress.advance(1)
+    detail = (
+        f"{len(steps)} passes within {replay.max_error:.1e} of the torch modules "
+        f"(allowed there: {replay.allowed:.1e}), "
+        f"logits within {replay.max_logit_error:.1e}"
+    )
+    return Check("golden", True, detail), replay.max_logit_error
+
+
+def _read(bench: Bench) -> Iterator[Pass]:
+    with np.load(bench.engine.package.directory / GOLDEN, allow_pickle=False) as file:
+        arrays = {tuple(key.split("/")): file[key] for key in sorted(file.files)}
+    for (_, graph, slot), keys in groupby(arrays, key=lambda key: key[:3]):
+        parts: dict[str, dict[str, Array]] = {"in": {}, "out": {}, "at": {}, "moves": {}}
+        for key in keys:
+            parts[key[3]][key[4]] = arrays[key]
+        yield Pass(graph, int(slot), parts["in"], parts["out"], parts["at"], parts["moves"])
+
+
+def _after(tensor: TensorSpec, flipped: int) -> bool:
+    """Whether an output of a draft graph depends on the draft that flipped."""
+    if tensor.state is not None:
+        return True
+    return tensor.name.startswith("draft_logits.") and int(tensor.name[13:]) > flipped
