@@ -18,6 +18,7 @@ Ints = npt.NDArray[np.int32]
 
 ZERO_SLOT = 0
 TRASH_SLOT = 1
+_END = np.iinfo(np.int64).max
 
 
 def write_slots(table: Ints, start: Ints, count: Ints, rows: int, block_size: int) -> Ints:
@@ -39,11 +40,11 @@ def write_slots(table: Ints, start: Ints, count: Ints, rows: int, block_size: in
 
 
 def read_slots(table: Ints, length: Ints, block_size: int) -> Ints:
-    """Slot of every position of the table, ``[B, P * block_size]``; zero slot beyond ``length``."""
+    """Slot of every position, ``[B, P * block_size]``; the zero slot beyond ``length``."""
     slots = table[:, :, None] * block_size + np.arange(block_size, dtype=np.int32)
     live = (table > 0)[:, :, None] & np.ones(block_size, dtype=bool)
-    slots, live = (x.reshape(len(table), -1) for x in (slots, live))
-    live &= np.arange(slots.shape[1]) < length[:, None]
+    slots = slots.reshape(len(table), -1)
+    live = live.reshape(slots.shape) & (np.arange(slots.shape[1]) < length[:, None])
     return np.where(live, slots, ZERO_SLOT).astype(np.int32)
 
 
@@ -88,6 +89,8 @@ def paged_attention(
     table: Ints,
     start: Ints,
     count: Ints,
+    extra_k: Floats | None,
+    extra_v: Floats | None,
     block_size: int,
 ) -> Floats:
     """Causal attention of new rows over the positions up to their own.
@@ -99,6 +102,9 @@ def paged_attention(
         table: ``[B, P]`` int32.
         start: ``[B]`` int32 position of row 0.
         count: ``[B]`` int32 rows that are real; nothing at or after ``start + count`` is read.
+        extra_k: ``[B, J, Nkv, D]`` float32 keys outside the pool that every row sees: the
+            provisional rows of chained drafts, which are never stored. None for none.
+        extra_v: Their values.
         block_size: Positions in a block.
 
     Returns:
@@ -108,13 +114,20 @@ def paged_attention(
     kv_heads = k_pool.shape[0]
     slots = read_slots(table, start + count, block_size)
     keys, values = k_pool[:, slots], v_pool[:, slots]
+    seen = np.arange(slots.shape[1]) <= (start[:, None] + np.arange(rows))[..., None]
+    if extra_k is not None and extra_v is not None:
+        keys, values = (
+            np.concatenate([pooled, extra.transpose(2, 0, 1, 3)], axis=2)
+            for pooled, extra in ((keys, extra_k), (values, extra_v))
+        )
+        seen = np.pad(seen, ((0, 0), (0, 0), (0, extra_k.shape[1])), constant_values=True)
     grouped = q.reshape(batch, rows, kv_heads, -1, dim)
     scores = np.einsum("brhgd,hbtd->bhrgt", grouped, keys) * np.float32(dim**-0.5)
-    seen = np.arange(slots.shape[1]) <= (start[:, None] + np.arange(rows))[..., None]
     scores = np.where(seen[:, None, :, None], scores, np.float32(-np.inf))
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
-    return np.einsum("bhrgt,hbtd->brhgd", weights, values).reshape(batch, rows, heads, dim)
+    mixed = np.einsum("bhrgt,hbtd->brhgd", weights, values)
+    return np.asarray(mixed.reshape(batch, rows, heads, dim), dtype=np.float32)
 
 
 def _write_fake(
@@ -123,9 +136,7 @@ def _write_fake(
     return k_pool.new_empty(k_pool.shape), v_pool.new_empty(v_pool.shape)
 
 
-def _attention_fake(
-    q: Any, k_pool: Any, v_pool: Any, table: Any, start: Any, count: Any, block_size: int
-) -> Any:
+def _attention_fake(q: Any, *_: Any) -> Any:
     return q.new_empty(q.shape)
 
 
@@ -224,25 +235,63 @@ def _seen(op: Any, table: Any, start: Any, rows: int, group: int, block_size: in
 
 
 def _attention_onnx(
-    op: Any, q: Any, k_pool: Any, v_pool: Any, table: Any, start: Any, count: Any, block_size: int
+    op: Any,
+    q: Any,
+    k_pool: Any,
+    v_pool: Any,
+    table: Any,
+    start: Any,
+    count: Any,
+    extra_k: Any,
+    extra_v: Any,
+    block_size: int,
 ) -> Any:
     batch, rows, heads, dim = (int(d) for d in q.shape)
     kv_heads = int(k_pool.shape[0])
     group = heads // kv_heads
     slots = _gather_index(op, table, start, count, block_size)
-    keys, values = op.Gather(k_pool, slots, axis=1), op.Gather(v_pool, slots, axis=1)
+    keys, values = (_gathered(op, pool, slots) for pool in (k_pool, v_pool))
     # All rows of a group meet one copy of the keys: at least two rows in the product, which is
     # what keeps a row's bits independent of how many rows there are (onnx.md 2b).
     grouped = op.Reshape(q, [batch, rows, kv_heads, group, dim])
     grouped = op.Reshape(
         op.Transpose(grouped, perm=[2, 0, 1, 3, 4]), [kv_heads, batch, rows * group, dim]
     )
-    scores = op.FusedMatMul(grouped, keys, transB=1, alpha=dim**-0.5, _domain=MICROSOFT)
     seen = _seen(op, table, start, rows, group, block_size)
-    scores = op.Where(seen, scores, const(op, np.array(-np.inf, np.float32)))
-    mixed = op.MatMul(op.Softmax(scores, axis=-1), values)
+    scores = op.Where(seen, _scores(op, grouped, keys, dim), _number(op, -np.inf, np.float32))
+    if extra_k is None:
+        mixed = op.MatMul(op.Softmax(scores, axis=-1), values)
+    else:
+        mixed = _with_extra(op, grouped, scores, values, extra_k, extra_v)
     mixed = op.Reshape(mixed, [kv_heads, batch, rows, group, dim])
     return op.Reshape(op.Transpose(mixed, perm=[1, 2, 0, 3, 4]), [batch, rows, heads, dim])
+
+
+def _gathered(op: Any, pool: Any, slots: Any) -> Any:
+    """``[Nkv, B, T, D]``; chained drafts read the same rows again and again."""
+    return shared(op, ("gathered", pool, slots), lambda: op.Gather(pool, slots, axis=1))
+
+
+def _scores(op: Any, grouped: Any, keys: Any, dim: int) -> Any:
+    return op.FusedMatMul(grouped, keys, transB=1, alpha=dim**-0.5, _domain=MICROSOFT)
+
+
+def _with_extra(
+    op: Any, grouped: Any, scores: Any, values: Any, extra_k: Any, extra_v: Any
+) -> Any:
+    """Attend to gathered and extra rows without copying the gathered ones again."""
+    width, dim = int(extra_k.shape[1]), int(extra_k.shape[3])
+    keys, more = (op.Transpose(x, perm=[2, 0, 1, 3]) for x in (extra_k, extra_v))
+    both = op.Concat(scores, _scores(op, grouped, keys, dim), axis=-1)
+    weights = op.Softmax(both, axis=-1)
+    edge, end, axis = (const(op, np.array([v], np.int64)) for v in (-width, _END, -1))
+    zero = const(op, np.array([0], np.int64))
+    pooled, extra = op.Slice(weights, zero, edge, axis), op.Slice(weights, edge, end, axis)
+    return op.Add(op.MatMul(pooled, values), op.MatMul(extra, more))
+
+
+def _number(op: Any, value: float, kind: Any) -> Any:
+    return const(op, np.array(value, kind))
 
 
 KV_WRITE = Operator(
@@ -256,7 +305,7 @@ KV_WRITE = Operator(
 PAGED_ATTENTION = Operator(
     name="paged_attention",
     schema="(Tensor q, Tensor k_pool, Tensor v_pool, Tensor table, Tensor start,"
-    " Tensor count, int block_size) -> Tensor",
+    " Tensor count, Tensor? extra_k, Tensor? extra_v, int block_size) -> Tensor",
     meaning=paged_attention,
     fake=_attention_fake,
     onnx=_attention_onnx,

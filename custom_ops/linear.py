@@ -1,13 +1,15 @@
 """Linear layers in the three weight formats; every kernel gives a row its own bits.
 
 * ``fp32``: the checkpoint's ``[N, K]`` matrix.
-* ``int8``: ``[K, N]`` int8 with one scale per output channel; activations are quantised per row
+* ``int8``: ``[K, N]`` int8 with one scale per output channel (a vocabulary that is also read as
+  an embedding keeps ``[N, K]``); activations are quantised per row
   to uint8 around 128 and multiplied in integers, the arithmetic of Ascend's W8A8-dynamic.
   A per-tensor activation scale would let a draft row move the rows before it.
 * ``int4``: blocks of 32 along K, symmetric, two values a byte, low nibble first
   (``MatMulNBits`` with accuracy_level 4, the only variant whose rows are independent).
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,9 @@ Int8s = npt.NDArray[np.int8]
 
 BLOCK = 32
 ZERO_POINT = 128
+FLAT = "flat"  # suffix of an int4 table seen as [V, H / 2], the shape in which rows are read
 TINY = np.float32(1e-30)  # keeps the scale of an all-zero row positive
+STRIP = 1 << 24  # weights that a meaning widens at a time: a vocabulary never stands in memory
 
 
 def quantize_int8(weight: Floats) -> tuple[Int8s, Floats]:
@@ -80,8 +84,16 @@ def linear_int8(x: Floats, weight: Int8s, scale: Floats) -> Floats:
     """
     q, row_scale = quantize_rows(x)
     # float64 holds every partial sum exactly, so this is the integer product at BLAS speed.
-    product = (q.astype(np.float64) - ZERO_POINT) @ weight.astype(np.float64)
-    return product.astype(np.float32) * scale * row_scale
+    signed = q.astype(np.float64) - ZERO_POINT
+    product = np.empty((len(x), weight.shape[1]), dtype=np.float32)
+    for part in _strips(weight.shape[1], weight.shape[0]):
+        product[:, part] = signed @ weight[:, part].astype(np.float64)
+    return product * scale * row_scale
+
+
+def linear_int8_rows(x: Floats, weight: Int8s, scale: Floats) -> Floats:
+    """:func:`linear_int8` with the weight kept as ``[N, K]``."""
+    return linear_int8(x, weight.T, scale)
 
 
 def round_blocks(x: Floats) -> Floats:
@@ -89,7 +101,8 @@ def round_blocks(x: Floats) -> Floats:
     blocks = x.reshape(len(x), -1, BLOCK)
     scale = np.abs(blocks).max(axis=2, keepdims=True) / np.float32(127)
     inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale > 0)
-    return (np.rint(blocks * inverse) * scale).reshape(x.shape)
+    rounded: Floats = np.rint(blocks * inverse) * scale
+    return rounded.reshape(x.shape)
 
 
 def linear_int4(x: Floats, packed: Bytes, scale: Floats) -> Floats:
@@ -102,7 +115,11 @@ def linear_int4(x: Floats, packed: Bytes, scale: Floats) -> Floats:
         packed: ``[N, K / 32, 16]`` uint8.
         scale: ``[N, K / 32]`` float32.
     """
-    return round_blocks(x) @ dequantize_int4(packed, scale).T
+    rounded = round_blocks(x)
+    product = np.empty((len(x), len(packed)), dtype=np.float32)
+    for part in _strips(len(packed), x.shape[1]):
+        product[:, part] = rounded @ dequantize_int4(packed[part], scale[part]).T
+    return product
 
 
 def embedding(ids: npt.NDArray[np.int32], table: Floats) -> Floats:
@@ -111,9 +128,9 @@ def embedding(ids: npt.NDArray[np.int32], table: Floats) -> Floats:
 
 
 def embedding_int8(ids: npt.NDArray[np.int32], weight: Int8s, scale: Floats) -> Floats:
-    """Rows of a head stored as ``[H, V]`` int8 with ``[V]`` scales; a negative id reads row 0."""
+    """Rows of ``[V, H]`` int8 with ``[V]`` scales; a negative id reads row 0."""
     ids = np.maximum(ids, 0)
-    return weight[:, ids].T.astype(np.float32) * scale[ids][:, None]
+    return weight[ids].astype(np.float32) * scale[ids][:, None]
 
 
 def embedding_int4(ids: npt.NDArray[np.int32], packed: Bytes, scale: Floats) -> Floats:
@@ -122,12 +139,22 @@ def embedding_int4(ids: npt.NDArray[np.int32], packed: Bytes, scale: Floats) -> 
     return dequantize_int4(packed[ids], scale[ids])
 
 
+def _strips(outputs: int, inputs: int) -> Iterator[slice]:
+    """Cut the outputs of a matrix so that a strip has about ``STRIP`` weights."""
+    step = max(1, STRIP // inputs)
+    yield from (slice(start, start + step) for start in range(0, outputs, step))
+
+
 def _product_fake(x: Any, weight: Any) -> Any:
     return x.new_empty((x.shape[0], weight.shape[0]))
 
 
 def _int8_fake(x: Any, weight: Any, scale: Any) -> Any:
     return x.new_empty((x.shape[0], weight.shape[1]))
+
+
+def _int8_rows_fake(x: Any, weight: Any, scale: Any) -> Any:
+    return x.new_empty((x.shape[0], weight.shape[0]))
 
 
 def _int4_fake(x: Any, packed: Any, scale: Any) -> Any:
@@ -139,12 +166,23 @@ def _product_onnx(op: Any, x: Any, weight: Any) -> Any:
 
 
 def _int8_onnx(op: Any, x: Any, weight: Any, scale: Any) -> Any:
-    tiny, steps, zero = (const(op, np.array(c, np.float32)) for c in (TINY, 127, ZERO_POINT))
-    row_scale = op.Div(op.Max(op.ReduceMax(op.Abs(x), [-1], keepdims=1), tiny), steps)
-    q = op.Cast(op.Add(op.Round(op.Div(x, row_scale)), zero), to=2)
+    tiny, steps = (const(op, np.array(c, np.float32)) for c in (TINY, 127))
+    row_scale = op.Div(op.Max(op.ReduceMax(op.Abs(x), [-1], keepdims=0), tiny), steps)
+    zeros = const(op, np.full(int(x.shape[0]), ZERO_POINT, np.uint8))
+    q = op.QuantizeLinear(x, row_scale, zeros, axis=0)
     one, zero_point = const(op, np.ones((), np.float32)), const(op, np.array(128, np.uint8))
     product = op.MatMulIntegerToFloat(q, weight, one, scale, zero_point, _domain=MICROSOFT)
-    return op.Mul(product, row_scale)
+    return op.Mul(product, op.Unsqueeze(row_scale, [1]))
+
+
+def _int8_rows_onnx(op: Any, x: Any, weight: Any, scale: Any) -> Any:
+    # Folded when the session loads, packed for the kernel and then released: what stays in
+    # memory beside the packed copy is the file, and of that only the rows that are read.
+    root = op.builder.root
+    memo = root.graph.meta.setdefault("qwen_mtp.transposed", {})
+    if weight not in memo:
+        memo[weight] = root.op.Transpose(weight, perm=[1, 0])
+    return _int8_onnx(op, x, memo[weight], scale)
 
 
 def _int4_onnx(op: Any, x: Any, packed: Any, scale: Any) -> Any:
@@ -172,15 +210,13 @@ def _embedding_onnx(op: Any, ids: Any, table: Any) -> Any:
 
 def _embedding_int8_onnx(op: Any, ids: Any, weight: Any, scale: Any) -> Any:
     ids = _safe_ids(op, ids)
-    columns = op.Cast(op.Transpose(op.Gather(weight, ids, axis=1), perm=[1, 0]), to=1)
-    return op.Mul(columns, op.Unsqueeze(op.Gather(scale, ids, axis=0), [1]))
+    rows = op.Cast(op.Gather(weight, ids, axis=0), to=1)
+    return op.Mul(rows, op.Unsqueeze(op.Gather(scale, ids, axis=0), [1]))
 
 
 def _embedding_int4_onnx(op: Any, ids: Any, packed: Any, scale: Any) -> Any:
-    rows, blocks = int(packed.shape[0]), int(packed.shape[1])
-    flat = alias(op, packed, (rows, blocks * BLOCK // 2), "rows")
     return op.GatherBlockQuantized(
-        flat,
+        alias(op, packed, FLAT),
         _safe_ids(op, ids),
         scale,
         bits=4,
@@ -195,8 +231,8 @@ def _rows_fake(ids: Any, table: Any) -> Any:
     return table.new_empty((ids.shape[0], table.shape[1]))
 
 
-def _int8_rows_fake(ids: Any, weight: Any, scale: Any) -> Any:
-    return scale.new_empty((ids.shape[0], weight.shape[0]))
+def _int8_table_fake(ids: Any, weight: Any, scale: Any) -> Any:
+    return scale.new_empty((ids.shape[0], weight.shape[1]))
 
 
 def _int4_rows_fake(ids: Any, packed: Any, scale: Any) -> Any:
@@ -212,6 +248,13 @@ LINEAR = _operator("linear", "Tensor x, Tensor weight", linear, _product_fake, _
 LINEAR_INT8 = _operator(
     "linear_int8", "Tensor x, Tensor weight, Tensor scale", linear_int8, _int8_fake, _int8_onnx
 )
+LINEAR_INT8_ROWS = _operator(
+    "linear_int8_rows",
+    "Tensor x, Tensor weight, Tensor scale",
+    linear_int8_rows,
+    _int8_rows_fake,
+    _int8_rows_onnx,
+)
 LINEAR_INT4 = _operator(
     "linear_int4", "Tensor x, Tensor packed, Tensor scale", linear_int4, _int4_fake, _int4_onnx
 )
@@ -222,7 +265,7 @@ EMBEDDING_INT8 = _operator(
     "embedding_int8",
     "Tensor ids, Tensor weight, Tensor scale",
     embedding_int8,
-    _int8_rows_fake,
+    _int8_table_fake,
     _embedding_int8_onnx,
 )
 EMBEDDING_INT4 = _operator(

@@ -1,4 +1,4 @@
-"""Root-mean-square norm over the last axis, in fp32 (semantics: the weight already holds 1 + w)."""
+"""Root-mean-square norm over the last axis, in fp32; the stored weight already holds 1 + w."""
 
 from typing import Any
 

@@ -61,26 +61,12 @@ def shared(op: Any, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
     return memo[key]
 
 
-def alias(op: Any, weight: Any, shape: tuple[int, ...], suffix: str) -> Any:
-    """The same stored bytes under another shape, as a second initializer of the model.
+def alias(op: Any, weight: Any, suffix: str) -> Any:
+    """The same stored bytes under another shape, a second initializer of the model.
 
     A Reshape would be folded into a copy of the whole tensor when the session loads.
     """
-    import onnx_ir
-
-    data, name = weight.const_value, f"{weight.name}.{suffix}"
-    root = op.builder.root.graph
-    if name not in root.initializers:
-        view = onnx_ir.ExternalTensor(
-            data.location,
-            data.offset,
-            data.length,
-            data.dtype,
-            shape=onnx_ir.Shape(shape),
-            name=name,
-        )
-        op.builder.initializer(view, name, qualify=False)
-    return root.initializers[name]
+    return op.builder.root.graph.initializers[f"{weight.name}.{suffix}"]
 
 
 def _tensor(array: npt.NDArray[Any], name: str) -> Any:

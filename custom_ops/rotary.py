@@ -54,7 +54,7 @@ def rotary_embedding(x: Floats, cos: Floats, sin: Floats) -> Floats:
 
 def _table_fake(start: Any, rows: int, dim: int, theta: float) -> tuple[Any, Any]:
     shape = (start.shape[0], rows, dim // 2)
-    return tuple(start.new_empty(shape).float() for _ in range(2))  # type: ignore[return-value]
+    return tuple(start.new_empty(shape).float() for _ in range(2))
 
 
 def _table_onnx(op: Any, start: Any, rows: int, dim: int, theta: float) -> tuple[Any, Any]:

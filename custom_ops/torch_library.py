@@ -33,6 +33,7 @@ OPERATORS: tuple[Operator, ...] = (
     attention.PAGED_ATTENTION,
     linear.LINEAR,
     linear.LINEAR_INT8,
+    linear.LINEAR_INT8_ROWS,
     linear.LINEAR_INT4,
     linear.EMBEDDING,
     linear.EMBEDDING_INT8,
@@ -43,7 +44,8 @@ OPERATORS: tuple[Operator, ...] = (
     rejection.REJECTION_SAMPLE_LAWS,
 )
 
-_library = torch.library.Library(NAMESPACE, "DEF")  # kept alive: dropping it unregisters all
+# Kept alive: dropping it unregisters all. torch leaves its methods untyped.
+_library: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 
 
 def _eager(meaning: Callable[..., Any]) -> Callable[..., Any]:

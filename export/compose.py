@@ -16,6 +16,7 @@ from onnxscript import GraphBuilder
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qwen_mtp.config import ModelConfig
+from qwen_mtp.custom_ops.linear import FLAT
 from qwen_mtp.custom_ops.operator import MICROSOFT, NAMESPACE, const
 from qwen_mtp.export.lowering import input_values, lower, trace
 from qwen_mtp.graphs.layers import weight_groups
@@ -61,9 +62,19 @@ class Composer:
         for index, spec in enumerate(self.specs):
             progress(spec.name)
             self._add(builder, selector, index, spec, weights)
-        producer = {"producer_name": "qwen-mtp", "producer_version": version("qwen-mtp")}
         functions = list(builder.functions.values())
-        return ir.Model(root, ir_version=IR_VERSION, functions=functions, **producer)
+        for node in (
+            *ir.traversal.RecursiveGraphIterator(root),
+            *(n for f in functions for n in f),
+        ):
+            node.metadata_props.clear()  # scope notes of the builder: megabytes in every session
+        return ir.Model(
+            root,
+            ir_version=IR_VERSION,
+            functions=functions,
+            producer_name="qwen-mtp",
+            producer_version=version("qwen-mtp"),
+        )
 
     def _add(
         self,
@@ -110,6 +121,13 @@ def _layout(model: Model) -> tuple[StoredTensor, ...]:
         tensor = StoredTensor(name, dtype, tuple(param.shape), offset)  # type: ignore[arg-type]
         stored.append(tensor)
         offset += -(-tensor.nbytes // PAGE) * PAGE
+    places = {tensor.name: tensor for tensor in stored}
+    for group in weight_groups(model):
+        if group.recipe == "table" and group.format == "int4":
+            packed = places[group.params[0]]
+            flat = (packed.shape[0], packed.nbytes // packed.shape[0])
+            name = f"{packed.name}.{FLAT}"
+            stored.append(StoredTensor(name, packed.dtype, flat, packed.offset))
     return tuple(stored)
 
 

@@ -1,4 +1,4 @@
-"""Plans a package and writes it into a staging directory that becomes the package when complete."""
+"""Plans a package and writes it into a staging directory that takes its place when complete."""
 
 import errno
 import hashlib
@@ -25,6 +25,7 @@ from qwen_mtp.graphs.manifest import (
     Source,
 )
 from qwen_mtp.graphs.spec import Geometry, state_specs
+from qwen_mtp.graphs.weights import file_bytes
 from qwen_mtp.progress import Progress
 
 MODEL_FILE = "model.onnx"
@@ -67,7 +68,7 @@ class Plan:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weight file without padding."""
-        return sum(tensor.nbytes for tensor in self.composer.stored)
+        return file_bytes(self.composer.stored)
 
     @property
     def state_bytes(self) -> int:
@@ -192,8 +193,8 @@ def _check_space(plan: Plan, directory: Path) -> None:
     need, free = plan.weight_bytes + RESERVE, shutil.disk_usage(directory).free
     if free < need:
         raise ExportError(
-            f"{directory.parent}: {free / 1e9:.1f} GB free, the package needs {need / 1e9:.1f} GB; "
-            "free some space or export to another disk"
+            f"{directory.parent}: {free / 1e9:.1f} GB free, the package needs "
+            f"{need / 1e9:.1f} GB; free some space or export to another disk"
         )
 
 

@@ -40,7 +40,7 @@ def write_weights(
     """
     places = {tensor.name: tensor for tensor in stored}
     with open(path, "wb") as file:
-        file.truncate(sum(-(-t.nbytes // 4096) * 4096 for t in stored))
+        file.truncate(max(t.offset + t.nbytes for t in stored))
         for group in groups:
             targets = [places[name] for name in group.params]
             for tensor, offset, data in _encode(checkpoint, group, targets):
@@ -53,13 +53,26 @@ def load_weights(
 ) -> Mapping[str, NDArray[Any]]:
     """All stored tensors in memory, by name; for small models in checks and tests."""
     places = {tensor.name: tensor for tensor in stored}
-    held = {t.name: bytearray(t.nbytes) for t in stored}
+    held = {name: bytearray(places[name].nbytes) for group in groups for name in group.params}
     for group in groups:
         for tensor, offset, data in _encode(checkpoint, group, [places[n] for n in group.params]):
             held[tensor.name][offset : offset + data.nbytes] = data.tobytes()
-    return {t.name: np.frombuffer(held[t.name], dtype=t.dtype).reshape(t.shape) for t in stored}
+    return {
+        name: np.frombuffer(data, dtype=places[name].dtype).reshape(places[name].shape)
+        for name, data in held.items()
+    }
 
 
+def _int8_rows(data: Floats) -> tuple[NDArray[Any], ...]:
+    values, scales = quantize_int8(data)
+    return values.T, scales
+
+
+_QUANTIZERS: Mapping[str, Callable[[Floats], tuple[NDArray[Any], ...]]] = {
+    "fp32": lambda data: (data,),
+    "int8": _int8_rows,
+    "int4": quantize_int4,
+}
 Piece = tuple[StoredTensor, int, NDArray[Any]]
 
 
@@ -67,7 +80,7 @@ def _encode(
     checkpoint: Checkpoint, group: WeightGroup, targets: Sequence[StoredTensor]
 ) -> Iterator[Piece]:
     """Pieces (tensor, byte offset inside it, data) of a group, in row chunks."""
-    if group.recipe == "matrix":
+    if group.recipe in ("matrix", "table"):
         yield from _matrix(checkpoint, group, targets)
         return
     (source,) = group.sources
@@ -82,17 +95,14 @@ def _encode(
 def _matrix(
     checkpoint: Checkpoint, group: WeightGroup, targets: Sequence[StoredTensor]
 ) -> Iterator[Piece]:
-    if group.format == "int8":
+    if group.format == "int8" and group.recipe == "matrix":
         yield from _matrix_int8(checkpoint, group, targets)
         return
     row = 0
     for data in _chunks(checkpoint, group):
-        if group.format == "int4":
-            packed, scale = quantize_int4(data)
-            yield targets[0], row * packed[0].nbytes, packed
-            yield targets[1], row * scale[0].nbytes, scale
-        else:
-            yield targets[0], row * data[0].nbytes, data
+        parts = _QUANTIZERS[group.format](data)
+        for tensor, part in zip(targets, parts, strict=True):
+            yield tensor, row * part[0].nbytes, part
         row += len(data)
 
 
@@ -128,13 +138,13 @@ def _read(checkpoint: Checkpoint, source: Source, rows: slice) -> Floats:
     data = checkpoint.read(source.key, source.shape, rows)
     if not np.isfinite(data).all():
         raise CheckpointError(
-            f"{source.key} holds a NaN or an infinity; the checkpoint is damaged, download it again"
+            f"{source.key} holds a NaN or an infinity; download the checkpoint again"
         )
     return data
 
 
 def _put(file: int, data: NDArray[Any], offset: int) -> None:
-    view = memoryview(np.ascontiguousarray(data)).cast("B")
+    view = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
     while view:
         written = os.pwrite(file, view, offset)
         view, offset = view[written:], offset + written

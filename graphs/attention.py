@@ -99,11 +99,22 @@ class Attention(nn.Module):
         io.advance(value, pools[1])
 
     def attend(
-        self, io: GraphIO, query: Tensor, gate: Tensor, start: Tensor, count: Tensor, table: Tensor
+        self,
+        io: GraphIO,
+        query: Tensor,
+        gate: Tensor,
+        start: Tensor,
+        count: Tensor,
+        table: Tensor,
+        extra: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Attend with rows already stored; ``[B, R, Nh, D]`` to ``[B * R, H]``."""
+        """Attend with rows already stored; ``[B, R, Nh, D]`` to ``[B * R, H]``.
+
+        ``extra`` are keys and values ``[B, J, Nkv, D]`` that are visible but never stored.
+        """
         key, value = io[f"{self.name}.key"], io[f"{self.name}.value"]
-        mixed = ops.paged_attention(query, key, value, table, start, count, self.block_size)
+        more = extra or (None, None)
+        mixed = ops.paged_attention(query, key, value, table, start, count, *more, self.block_size)
         width = self.heads * self.dim
         mixed = mixed.reshape(-1, width) * torch.sigmoid(gate.reshape(-1, width))
         return self.out(mixed)  # type: ignore[no-any-return]

@@ -17,7 +17,7 @@ L2_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Gated:
-    """What the recurrence eats: q, k ``[B, R, Nk, Dk]``, v ``[B, R, Nv, Dv]``, g, beta ``[B, R, Nv]``."""
+    """The recurrence's q, k ``[B, R, Nk, Dk]``, v ``[B, R, Nv, Dv]``, gates ``[B, R, Nv]``."""
 
     q: Tensor
     k: Tensor
@@ -52,7 +52,7 @@ class DeltaNet(nn.Module):
         self.out = Linear([(f"{prefix}.out_proj.weight", width)], self.value_size, format)
 
     def _gate(self, mixed: Tensor, ba: Tensor) -> Gated:
-        """Split the convolved channels and make decay and beta; ``[B, R, C]``, ``[B, R, 2 Nv]``."""
+        """Split the convolved ``[B, R, C]``, make decay and beta of ``[B, R, 2 Nv]``."""
         c = self.config
         batch, rows, _ = mixed.shape
         keys, dim, heads = c.linear_num_key_heads, c.linear_key_head_dim, c.linear_num_value_heads

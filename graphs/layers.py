@@ -70,14 +70,16 @@ class RMSNorm(Vector):
 class Linear(Stored):
     """``[M, in]`` to ``[M, out]``; several checkpoint matrices may be stacked into one."""
 
+    recipe: Recipe = "matrix"
+
     def __init__(
         self, parts: Sequence[tuple[str, int]], in_features: int, format: WeightFormat
     ) -> None:
         """Stack ``parts`` = (key, rows) along the output dimension."""
-        super().__init__("matrix", format, [Source(k, (n, in_features)) for k, n in parts])
+        super().__init__(self.recipe, format, [Source(k, (n, in_features)) for k, n in parts])
         out, blocks = sum(n for _, n in parts), in_features // BLOCK
         if format == "int8":
-            self.store("weight", (in_features, out), torch.int8)
+            self.store("weight", self.int8_shape(in_features, out), torch.int8)
             self.store("scale", (out,), torch.float32)
         elif format == "int4":
             self.store("weight", (out, blocks, BLOCK // 2), torch.uint8)
@@ -85,18 +87,34 @@ class Linear(Stored):
         else:
             self.store("weight", (out, in_features), torch.float32)
 
-    def _call(self, family: str, x: Tensor) -> Tensor:
-        if self.group.format == "fp32":
-            return getattr(ops, family)(x, self.weight)  # type: ignore[no-any-return]
-        return getattr(ops, f"{family}_{self.group.format}")(x, self.weight, self.scale)  # type: ignore[no-any-return]
+    def int8_shape(self, in_features: int, out: int) -> tuple[int, int]:
+        """The kernel multiplies by ``[K, N]``."""
+        return in_features, out
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply by the transposed weight."""
-        return self._call("linear", x)
+        forms = {"fp32": ops.linear, "int8": ops.linear_int8, "int4": ops.linear_int4}
+        return forms[self.group.format](x, *self.parameters())  # type: ignore[no-any-return]
+
+
+class Table(Linear):
+    """A linear layer whose rows can also be read, as an embedding."""
+
+    recipe = "table"
+
+    def int8_shape(self, in_features: int, out: int) -> tuple[int, int]:
+        """Rows stay contiguous, so that reading one touches one page."""
+        return out, in_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply by the transposed weight."""
+        forms = {"fp32": ops.linear, "int8": ops.linear_int8_rows, "int4": ops.linear_int4}
+        return forms[self.group.format](x, *self.parameters())  # type: ignore[no-any-return]
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Read the weight as an embedding: ``[M]`` int32 ids to ``[M, in]``."""
-        return self._call("embedding", ids)
+        """``[M]`` int32 ids to ``[M, in]``."""
+        forms = {"fp32": ops.embedding, "int8": ops.embedding_int8, "int4": ops.embedding_int4}
+        return forms[self.group.format](ids, *self.parameters())  # type: ignore[no-any-return]
 
 
 class Vocabulary(nn.Module):
@@ -108,13 +126,13 @@ class Vocabulary(nn.Module):
         size, width = config.vocab_size, config.hidden_size
         self.tied = config.tie_word_embeddings
         key = "embed_tokens.weight" if self.tied else "lm_head.weight"
-        self.head = Linear([(key, size)], width, format)
+        self.head = (Table if self.tied else Linear)([(key, size)], width, format)
         if not self.tied:
-            self.table = Linear([("embed_tokens.weight", size)], width, format)
+            self.table = Table([("embed_tokens.weight", size)], width, format)
 
     def embed(self, ids: Tensor) -> Tensor:
         """``[M]`` int32 to ``[M, H]``; an absent id (-1) reads row 0."""
-        return (self.head if self.tied else self.table).rows(ids)
+        return (self.head if isinstance(self.head, Table) else self.table).rows(ids)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[M, H]`` to ``[M, V]``."""

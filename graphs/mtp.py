@@ -14,7 +14,8 @@
 
 The head has one attention layer, so the keys and values of a row depend on its token and its
 hidden row alone: catch-up stores all rows and attends from the last committed one only, and a
-prefill stores rows without attending at all.
+prefill stores rows without attending at all. The rows of chained drafts are provisional: later
+drafts of the round see them, the pool never does.
 """
 
 import torch
@@ -28,10 +29,11 @@ from qwen_mtp.graphs.layers import MLP, Linear, RMSNorm, Vocabulary
 from qwen_mtp.graphs.spec import Geometry
 
 Tensor = torch.Tensor
+Rows = tuple[Tensor, Tensor]
 
 
 class MTPHead(nn.Module):
-    """Embedding and hidden row in, hidden row of the drafter out; the vocabulary is the target's."""
+    """Embedding and hidden row to the drafter's hidden row; the vocabulary is the target's."""
 
     def __init__(self, config: ModelConfig, geometry: Geometry) -> None:
         """Build the one layer; ``fc`` stays fp32 as in the published quantised checkpoints."""
@@ -62,37 +64,64 @@ class MTPHead(nn.Module):
         rows = self.attention.project(self.input_norm(merged), span.cos, span.sin)
         self.attention.write(io, rows, span.start, span.count, span.table)
 
-    def step(self, io: GraphIO, merged: Tensor, span: Span) -> Tensor:
-        """Store ``[B * R, H]`` merged rows, run the last real one; ``[B, H]`` after ``mtp.norm``."""
+    def catch_up(self, io: GraphIO, merged: Tensor, span: Span) -> Tensor:
+        """Store ``[B * P, H]`` merged rows and run the last real one: ``[B, H]`` normed."""
         slots, rows, _ = span.cos.shape
         last = span.count - 1
         projected = self.attention.project(self.input_norm(merged), span.cos, span.sin)
         self.attention.write(io, projected, span.start, span.count, span.table)
-        query, gate, x = projected.query, projected.gate, merged
-        if rows > 1:
-            query = ops.take_row(query.reshape(slots, rows, -1), last)
-            query = query.view(slots, 1, *projected.query.shape[2:])
-            gate = ops.take_row(gate, last)
-            x = ops.take_row(merged.view(slots, rows, -1), last)
-        live = torch.clamp(span.count, max=1)
-        start = span.start + torch.clamp(last, min=0)
-        x = x + self.attention.attend(io, query, gate, start, live, span.table)
+        query = ops.take_row(projected.query.reshape(slots, rows, -1), last)
+        query = query.view(slots, 1, *projected.query.shape[2:])
+        gate = ops.take_row(projected.gate, last)
+        x = ops.take_row(merged.view(slots, rows, -1), last)
+        mixed = self.attention.attend(io, query, gate, *_newest(span), span.table)
+        return self._leave(x + mixed)
+
+    def chain(
+        self, io: GraphIO, merged: Tensor, span: Span, place: Span, earlier: list[Rows]
+    ) -> tuple[Tensor, Rows]:
+        """One more draft: its row and the ``earlier`` ones are seen but never stored.
+
+        Args:
+            io: The inputs.
+            merged: ``[B, H]``.
+            span: The catch-up rows.
+            place: The position of this row.
+            earlier: Keys and values ``[B, 1, Nkv, D]`` of the drafts before it.
+
+        Returns:
+            ``[B, H]`` after ``mtp.norm``, and the keys and values of this row.
+        """
+        row = self.attention.project(self.input_norm(merged), place.cos, place.sin)
+        rows = [*earlier, (row.key, row.value)]
+        extra = (torch.cat([k for k, _ in rows], dim=1), torch.cat([v for _, v in rows], dim=1))
+        mixed = self.attention.attend(io, row.query, row.gate, *_newest(span), span.table, extra)
+        return self._leave(merged + mixed), rows[-1]
+
+    def _leave(self, x: Tensor) -> Tensor:
         return self.norm(x + self.mlp(self.post_norm(x)))  # type: ignore[no-any-return]
+
+
+def _newest(span: Span) -> tuple[Tensor, Tensor]:
+    """Position and count (0 or 1) of the last real row of each slot."""
+    return span.start + torch.clamp(span.count - 1, min=0), torch.clamp(span.count, max=1)
 
 
 def mtp_draft(head: MTPHead, vocabulary: Vocabulary, io: GraphIO, lookahead: int) -> None:
     """Fill the outputs of a draft graph."""
     tokens, count, start = io["tokens"], io["num_rows"], io["context_len"]
-    width, table = tokens.shape[1], io["block_table"]
-    span = Span.of(head.config, start, count, table, width)
+    span = Span.of(head.config, start, count, io["block_table"], tokens.shape[1])
     merged = head.merge(vocabulary, tokens.reshape(-1), io["hidden"].reshape(tokens.numel(), -1))
-    live, position, drafts = torch.clamp(count, max=1), start + count, []
+    hidden = head.catch_up(io, merged, span)
+    drafts: list[Tensor] = []
+    rows: list[Rows] = []
     for j in range(lookahead):
-        hidden = head.step(io, merged, span)
+        if j:
+            merged = head.merge(vocabulary, drafts[-1], hidden)
+            place = Span.of(head.config, start + count + (j - 1), count, span.table, 1)
+            hidden, row = head.chain(io, merged, span, place, rows)
+            rows.append(row)
         logits = vocabulary.logits(hidden)
         io[f"draft_logits.{j}"] = logits
         drafts.append(torch.argmax(logits, dim=-1).to(torch.int32))
-        if j + 1 < lookahead:
-            merged = head.merge(vocabulary, drafts[-1], hidden)
-            span = Span.of(head.config, position + j, live, table, 1)
     io["draft_ids"] = torch.stack(drafts, dim=1)

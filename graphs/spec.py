@@ -98,8 +98,8 @@ class Geometry:
 
     @property
     def table_width(self) -> int:
-        """Blocks a sequence can hold: its positions and the provisional rows of drafting."""
-        positions = self.max_model_len + 2 * self.max_rows
+        """Blocks a sequence can hold: its positions and the rows of a last round."""
+        positions = self.max_model_len + self.max_rows
         return -(-positions // self.block_size)
 
     @property

@@ -77,7 +77,8 @@ class Layer(nn.Module):
         else:
             mixed = self.mixer.prefill(io, entry, span.count)
         x = x + mixed
-        return x + self.mlp(self.post_norm(x))  # type: ignore[no-any-return]
+        out: Tensor = x + self.mlp(self.post_norm(x))
+        return out
 
 
 class Target(nn.Module):
@@ -138,7 +139,7 @@ def target_verify(target: Target, io: GraphIO, width: int) -> None:
 
 def target_prefill(target: Target, io: GraphIO) -> Tensor:
     """Fill the target's outputs of the prefill graph; answers with all hidden rows ``[C, H]``."""
-    hidden = target(io)
+    hidden: Tensor = target(io)
     last = ops.take_row(hidden.unsqueeze(0), io["num_valid"] - 1)
     logits = target.vocabulary.logits(last).unsqueeze(1)
     none = torch.full((1, 0), -1, dtype=torch.int32)

@@ -1,12 +1,13 @@
 """How the stored tensors of a model are made from checkpoint tensors. Torch-free."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from qwen_mtp.graphs.spec import WeightFormat
 
-Recipe = Literal["plain", "one_plus", "minus_exp", "matrix"]
+Recipe = Literal["plain", "one_plus", "minus_exp", "matrix", "table"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +25,8 @@ class WeightGroup:
     Attributes:
         recipe: ``plain`` copies; ``one_plus`` stores ``1 + w`` (the RMS norms); ``minus_exp``
             stores ``-exp(w)`` (A_log); ``matrix`` stacks the sources along their rows and
-            stores them in ``format``.
-        format: Storage of a ``matrix``; everything else is fp32.
+            stores them in ``format``; ``table`` is a matrix that is also read row by row.
+        format: Storage of a matrix or table; everything else is fp32.
         sources: In stacking order.
         params: Names of the stored tensors: one, or values and scales.
     """
@@ -48,7 +49,8 @@ class StoredTensor:
         name: Name of the initializer, and of the torch parameter.
         dtype: Element type.
         shape: Its shape.
-        offset: Byte offset in the file, a multiple of the page size.
+        offset: Byte offset in the file, a multiple of the page size; two tensors at one offset
+            are one tensor under two shapes.
     """
 
     name: str
@@ -60,3 +62,8 @@ class StoredTensor:
     def nbytes(self) -> int:
         """Bytes of the tensor."""
         return math.prod(self.shape) * (4 if self.dtype == "float32" else 1)
+
+
+def file_bytes(stored: Iterable[StoredTensor]) -> int:
+    """Bytes of weights in the file, without padding; two names for one place count once."""
+    return sum({tensor.offset: tensor.nbytes for tensor in stored}.values())

@@ -60,6 +60,7 @@ class Engine:
             package.directory / package.manifest.weights_file, np.uint8, mode="r"
         )
         self._session = self._load(threads or len(os.sched_getaffinity(0)))
+        self._release_pages()
         self._states = {
             (s.name, parity): np.zeros(s.shape, np.float32)
             for s in package.manifest.states
@@ -68,6 +69,9 @@ class Engine:
         self._buffers: dict[tuple[str, tuple[int, ...]], Array] = {}
         self._bound: dict[tuple[str, int, int], _Bound] = {}
         self._parity = 0
+        # A chunk needs far more scratch memory than a round; it is not kept for the rounds.
+        self._shrink = ort.RunOptions()
+        self._shrink.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
 
     def _load(self, threads: int) -> ort.InferenceSession:
         options = ort.SessionOptions()
@@ -87,9 +91,15 @@ class Engine:
             raise PackageError(
                 f"{path}: ONNX Runtime {ort.__version__} refuses it ({reason}); {REMEDY}"
             ) from error
-        # The kernels hold packed copies now; what they still read is paged in again.
-        self._weights._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
         return session
+
+    def _release_pages(self) -> None:
+        """Give the mapped weight file back to the page cache.
+
+        The kernels hold packed copies; all they still read is a few embedding rows a run, but
+        each of them may map a whole large page. What is needed again is mapped again.
+        """
+        self._weights._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
 
     def buffer(self, graph: str, name: str) -> Array:
         """The buffer of an input or output that is neither state nor block table.
@@ -127,7 +137,9 @@ class Engine:
         if bound is None:
             bound = self._bound[key] = self._bind(spec, key[1], slot)
         self._bind_table(bound, spec, table)
-        self._session.run_with_iobinding(bound.binding)
+        options = self._shrink if spec.kind == "prefill" else None
+        self._session.run_with_iobinding(bound.binding, options)
+        self._release_pages()
         if verify:
             self._parity ^= 1
 

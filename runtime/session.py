@@ -112,7 +112,7 @@ class Session:
                 or the model gave a NaN.
         """
         begin = perf_counter()
-        self._check_prompt(prompt)
+        self.check(prompt, sampling)
         if not self.free_slots:
             raise RequestError("no free slot: release one, or export with a larger --max-num-seqs")
         slot = self.free_slots[0]
@@ -152,9 +152,10 @@ class Session:
         return results
 
     def release(self, slot: int) -> None:
-        """Free a slot and its blocks."""
-        self._pool.give_back(self._slots.pop(slot).blocks)
-        self._table[slot] = 0
+        """Free a slot and its blocks; a slot that is free already is left alone."""
+        if slot in self._slots:
+            self._pool.give_back(self._slots.pop(slot).blocks)
+            self._table[slot] = 0
 
     def context_len(self, slot: int) -> int:
         """Positions of a slot that are computed and accepted; one committed token follows."""
@@ -221,10 +222,10 @@ class Session:
         return (perf_counter() - start) * 1e3
 
     def _reach(self, sequence: LiveSequence) -> int:
-        """Positions a round may touch: its rows, and the drafter's provisional ones."""
+        """Positions a round may touch."""
         geometry = self.package.manifest.geometry
         most = geometry.table_width * geometry.block_size
-        return min(sequence.computed + 2 * geometry.max_rows, most)
+        return min(sequence.computed + geometry.max_rows, most)
 
     def _reserve(self, sequence: LiveSequence) -> None:
         size = self.package.manifest.geometry.block_size
@@ -240,7 +241,13 @@ class Session:
                 "run qwen-mtp verify on the package"
             )
 
-    def _check_prompt(self, prompt: Sequence[int]) -> None:
+    def check(self, prompt: Sequence[int], sampling: ResolvedSampling) -> None:
+        """Refuse what ``prefill`` could not serve, before anything runs.
+
+        Raises:
+            RequestError: See :meth:`prefill`.
+        """
+        self._banned_ids(sampling)
         longest = self.package.manifest.geometry.max_model_len - 1
         vocabulary = self.package.manifest.config.vocab_size
         if not prompt:

@@ -98,6 +98,16 @@ class StopChecker:
         """All text given out so far."""
         return "".join(self._text)
 
+    @property
+    def finish_reason(self) -> Literal["stop", "length"] | None:
+        """Why the request ended; None while it goes on."""
+        return self._finish
+
+    @property
+    def stop_reason(self) -> StopReason:
+        """The stop id or stop text that matched."""
+        return self._stop
+
     def push(self, tokens: Sequence[int]) -> Verdict:
         """Take the next emitted tokens, in order.
 

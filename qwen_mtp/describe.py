@@ -1,0 +1,218 @@
+"""What ``inspect`` and ``--dry-run`` show: plans, packages and checkpoints as text or JSON."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qwen_mtp.config import ModelConfig
+from qwen_mtp.errors import MissingExtraError
+from qwen_mtp.graphs.manifest import MANIFEST, Verification
+from qwen_mtp.graphs.spec import Geometry, GraphSpec, StateSpec, state_specs
+from qwen_mtp.graphs.weights import file_bytes
+from qwen_mtp.runtime.package import Package
+
+if TYPE_CHECKING:
+    from qwen_mtp.export.package import Plan
+
+_LISTED = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """One model, planned or exported.
+
+    Attributes:
+        what: ``plan`` or ``package``.
+        path: The checkpoint of a plan, the directory of a package.
+        config: Sizes of the model.
+        geometry: The static choices.
+        graphs: Every graph with its inputs and outputs.
+        weight_bytes: Bytes of the weight file.
+        package_bytes: Bytes on disk; for a plan, the weights alone.
+        state_bytes: Bytes of state by kind; pools take memory as contexts grow.
+        peak_bytes: Estimated peak memory of the export; 0 for a package.
+        tensors_used: Checkpoint tensors that are read; 0 for a package.
+        tensors_unused: Tensors that stay behind, by name.
+        tensors_ignored: Tensors of the vision tower.
+        verification: What the last parity check found; None where it did not run.
+    """
+
+    what: str
+    path: str
+    config: ModelConfig
+    geometry: Geometry
+    graphs: tuple[GraphSpec, ...]
+    weight_bytes: int
+    package_bytes: int
+    state_bytes: dict[str, int]
+    peak_bytes: int = 0
+    tensors_used: int = 0
+    tensors_unused: tuple[str, ...] = ()
+    tensors_ignored: int = 0
+    verification: Verification | None = None
+
+    def as_text(self) -> str:
+        """Several lines for a person."""
+        lines = [f"{self.what}  {self.path}", *_model_lines(self.config, self.geometry)]
+        lines += ["", "graphs", *_graph_lines(self.graphs), ""]
+        lines.append(f"weights   {_size(self.weight_bytes)} in {self.geometry.format}")
+        if self.what == "package":
+            lines.append(f"package   {_size(self.package_bytes)} on disk")
+        else:
+            lines.append(f"export    about {_size(self.peak_bytes)} of memory at the peak")
+        states = ", ".join(f"{kind} {_size(n)}" for kind, n in self.state_bytes.items())
+        lines.append(f"state     {states}")
+        lines += _tensor_lines(self)
+        lines.append(f"verified  {_verification_line(self.verification)}")
+        return "\n".join(lines[: -1 if self.what == "plan" else None])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointDescription:
+    """A checkpoint as the exporter sees it."""
+
+    path: str
+    config: ModelConfig
+    tensors: int
+    mtp_tensors: int
+    ignored: int
+    dtypes: dict[str, int]
+
+    def as_text(self) -> str:
+        """Several lines for a person."""
+        kinds = ", ".join(f"{n} {dtype}" for dtype, n in self.dtypes.items())
+        head = f"{self.mtp_tensors} MTP tensors" if self.mtp_tensors else "no MTP tensors"
+        return "\n".join(
+            [
+                f"checkpoint  {self.path}",
+                *_model_lines(self.config, None),
+                f"tensors   {self.tensors} ({kinds}), {head}, {self.ignored} ignored (vision)",
+            ]
+        )
+
+
+def describe_plan(plan: "Plan") -> Description:
+    """What an export would do."""
+    return Description(
+        what="plan",
+        path=str(plan.checkpoint.directory),
+        config=plan.config,
+        geometry=plan.geometry,
+        graphs=plan.composer.specs,
+        weight_bytes=plan.weight_bytes,
+        package_bytes=plan.weight_bytes,
+        state_bytes=_state_bytes(state_specs(plan.config, plan.geometry)),
+        peak_bytes=plan.peak_bytes,
+        tensors_used=len(plan.used),
+        tensors_unused=plan.unused,
+        tensors_ignored=len(plan.checkpoint.ignored),
+    )
+
+
+def describe_package(package: Package) -> Description:
+    """What a package holds."""
+    manifest = package.manifest
+    return Description(
+        what="package",
+        path=str(package.directory),
+        config=manifest.config,
+        geometry=manifest.geometry,
+        graphs=manifest.graphs,
+        weight_bytes=file_bytes(manifest.weights),
+        package_bytes=sum(file.bytes for file in manifest.files),
+        state_bytes=_state_bytes(manifest.states),
+        tensors_unused=manifest.source.unused,
+        tensors_ignored=len(manifest.source.ignored),
+        verification=manifest.verification,
+    )
+
+
+def describe_path(path: Path) -> Description | CheckpointDescription:
+    """Look at a directory: a package if it has a manifest, else a checkpoint.
+
+    Raises:
+        CheckpointError: It is neither, or cannot be read.
+        MissingExtraError: It is a checkpoint and the extra ``export`` is not installed.
+        PackageError: The package contradicts itself.
+    """
+    if (path / MANIFEST).exists():
+        return describe_package(Package.open(path))
+    ModelConfig.from_checkpoint(path)  # what is no checkpoint needs no extra to be refused
+    try:
+        from qwen_mtp.export.checkpoint import Checkpoint
+    except ModuleNotFoundError as missing:
+        raise MissingExtraError(
+            f"reading a checkpoint needs {missing.name}: pip install 'qwen-mtp[export]'"
+        ) from missing
+    checkpoint = Checkpoint.open(path)
+    return CheckpointDescription(
+        path=str(path),
+        config=checkpoint.config,
+        tensors=len(checkpoint.names),
+        mtp_tensors=sum(name.startswith("mtp.") for name in checkpoint.names),
+        ignored=len(checkpoint.ignored),
+        dtypes=dict(Counter(checkpoint.dtype(name) for name in sorted(checkpoint.names))),
+    )
+
+
+def _model_lines(config: ModelConfig, geometry: Geometry | None) -> list[str]:
+    lines = [
+        f"model     {config.model_type}: hidden {config.hidden_size}, "
+        f"{config.num_linear_layers} linear + {config.num_full_layers} full attention layers, "
+        f"vocabulary {config.vocab_size}{' (tied)' if config.tie_word_embeddings else ''}"
+    ]
+    if geometry is not None:
+        drafts = ", ".join(map(str, geometry.lookaheads)) or "none (target alone)"
+        lines.append(
+            f"choices   K {drafts}; {geometry.max_num_seqs} slots x {geometry.max_model_len} "
+            f"positions in blocks of {geometry.block_size}; prefill {geometry.prefill_chunk} rows"
+        )
+    return lines
+
+
+def _graph_lines(graphs: Iterable[GraphSpec]) -> list[str]:
+    lines = []
+    for graph in graphs:
+        inputs = [t for t in graph.inputs if t.state is None]
+        outputs = [t for t in graph.outputs if t.state is None]
+        states = len(graph.inputs) - len(inputs)
+        lines.append(f"  {graph.name}  ({states} state tensors in place)")
+        for mark, tensors in (("in ", inputs), ("out", outputs)):
+            for tensor in tensors:
+                shape = "x".join(map(str, tensor.shape))
+                lines.append(f"    {mark} {tensor.name:<20} {tensor.dtype:<8} {shape}")
+    return lines
+
+
+def _tensor_lines(found: Description) -> list[str]:
+    used = f"{found.tensors_used} used, " if found.tensors_used else ""
+    lines = [
+        f"tensors   {used}{len(found.tensors_unused)} unused, "
+        f"{found.tensors_ignored} ignored (vision)"
+    ]
+    lines += [f"  unused {name}" for name in found.tensors_unused[:_LISTED]]
+    if len(found.tensors_unused) > _LISTED:
+        lines.append(f"  and {len(found.tensors_unused) - _LISTED} more")
+    return lines
+
+
+def _verification_line(record: Verification | None) -> str:
+    if record is None:
+        return "no; run qwen-mtp verify"
+    equal = "equal" if record.greedy_equal else "NOT equal"
+    return (
+        f"speculation on and off {equal} over {record.patterns} forced rounds ({record.machine})"
+    )
+
+
+def _state_bytes(states: Sequence[StateSpec]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for state in states:
+        total[state.kind] = total.get(state.kind, 0) + state.nbytes
+    return total
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

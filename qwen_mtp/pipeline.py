@@ -1,0 +1,153 @@
+"""``export_package``: checkpoint to verified package in one call."""
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qwen_mtp.config import ModelConfig
+from qwen_mtp.errors import ExportError, MissingExtraError, VerificationError
+from qwen_mtp.graphs.spec import Geometry, WeightFormat
+from qwen_mtp.progress import Progress, Silent
+from qwen_mtp.runtime.package import Package
+from qwen_mtp.verify import record_verification, verify_package
+
+if TYPE_CHECKING:
+    from qwen_mtp.export.package import Plan
+
+MAX_LOOKAHEAD = 15
+DEFAULT_MODEL_LEN = 4096
+BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
+_SILENT = Silent()
+
+
+def export_package(
+    checkpoint: str | PathLike[str],
+    package: str | PathLike[str],
+    *,
+    format: WeightFormat = "int8",
+    lookaheads: Collection[int] = (3,),
+    max_model_len: int | None = None,
+    max_num_seqs: int = 1,
+    block_size: int = 64,
+    prefill_chunk: int = 128,
+    mtp: bool = True,
+    overwrite: bool = False,
+    verify: bool = True,
+    threads: int | None = None,
+    progress: Progress = _SILENT,
+) -> Package:
+    """Export a checkpoint; the package appears only when it is complete and has passed.
+
+    Args:
+        checkpoint: Hugging Face directory with ``config.json`` and safetensors.
+        package: Directory to make.
+        format: Weight format: ``fp32``, ``int8`` (W8A8, per row and channel) or ``int4``.
+        lookaheads: Numbers of drafts a round, 1..15; each is a pair of verify and draft graphs.
+        max_model_len: Positions of a sequence, prompt included; None takes 4096, or what the
+            model was made for if that is less.
+        max_num_seqs: Batch slots.
+        block_size: Positions in a block of the paged pool.
+        prefill_chunk: Rows of the prefill graph.
+        mtp: False exports the target alone, for plain decoding.
+        overwrite: Replace an existing package.
+        verify: End with the parity check.
+        threads: Threads of the parity check.
+        progress: Gets a phase for each part.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be exported.
+        ExportError: The package cannot be written, or the choices do not fit.
+        MissingExtraError: The extra ``export`` is not installed.
+        VerificationError: The parity check failed; no package is left behind.
+    """
+    with _needs_export_extra():
+        from qwen_mtp.export.package import staged, write_package
+        from qwen_mtp.golden import write_golden
+    choices = tuple(lookaheads) if mtp else ()
+    plan = plan_package(
+        checkpoint,
+        format=format,
+        lookaheads=choices,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        block_size=block_size,
+        prefill_chunk=prefill_chunk,
+    )
+    target = Path(package)
+    with staged(target, overwrite=overwrite) as staging:
+        write_package(plan, staging, progress)
+        if verify:
+            write_golden(staging, progress)
+            _verify(staging, threads, progress)
+        progress.done()
+    return Package.open(target)
+
+
+def plan_package(
+    checkpoint: str | PathLike[str],
+    *,
+    format: WeightFormat,
+    lookaheads: Collection[int],
+    max_model_len: int | None,
+    max_num_seqs: int,
+    block_size: int,
+    prefill_chunk: int,
+) -> "Plan":
+    """Work an export out without touching a weight; arguments as :func:`export_package`.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be exported.
+        ExportError: A choice is out of range.
+        MissingExtraError: The extra ``export`` is not installed.
+    """
+    with _needs_export_extra():
+        from qwen_mtp.export.package import plan_export
+    if max_model_len is None:
+        limit = ModelConfig.from_checkpoint(checkpoint).max_position_embeddings
+        max_model_len = min(DEFAULT_MODEL_LEN, limit)
+    geometry = Geometry(
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        block_size=block_size,
+        prefill_chunk=prefill_chunk,
+        lookaheads=tuple(sorted(set(lookaheads))),
+        format=format,
+    )
+    _check(geometry)
+    return plan_export(Path(checkpoint), geometry)
+
+
+def _check(geometry: Geometry) -> None:
+    for name, least in (("max_num_seqs", 1), ("prefill_chunk", 1), ("max_model_len", 2)):
+        value = getattr(geometry, name)
+        if value < least:
+            raise ExportError(f"{name} is {value}: give a number >= {least}")
+    if geometry.block_size not in BLOCK_SIZES:
+        raise ExportError(f"block_size is {geometry.block_size}: give one of {BLOCK_SIZES}")
+    if geometry.format not in ("fp32", "int8", "int4"):
+        raise ExportError(f"format is {geometry.format!r}: give fp32, int8 or int4")
+    for k in geometry.lookaheads:
+        if not 1 <= k <= MAX_LOOKAHEAD:
+            raise ExportError(f"num_speculative_tokens is {k}: give 1..{MAX_LOOKAHEAD}")
+
+
+def _verify(staging: Path, threads: int | None, progress: Progress) -> None:
+    report = verify_package(staging, threads=threads, progress=progress)
+    failed = [check for check in report.checks if not check.passed]
+    if failed:
+        raise VerificationError(
+            f"the package failed its check and was not kept: {failed[0].name}: {failed[0].detail}"
+        )
+    record_verification(staging, report)
+
+
+@contextmanager
+def _needs_export_extra() -> Iterator[None]:
+    try:
+        yield
+    except ModuleNotFoundError as missing:
+        raise MissingExtraError(
+            f"exporting needs {missing.name}: pip install 'qwen-mtp[export]'"
+        ) from missing

@@ -1,0 +1,272 @@
+"""``LLM``: prompts in, answers out, over the batch slots of one session."""
+
+import uuid
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+from types import TracebackType
+from typing import Self
+
+from qwen_mtp.errors import MissingExtraError, RequestError
+from qwen_mtp.runtime.outputs import CompletionOutput, Delta, RequestOutput, StatsCounter
+from qwen_mtp.runtime.package import Package
+from qwen_mtp.runtime.sampling import ResolvedSampling, SamplingParams
+from qwen_mtp.runtime.session import Session, StepTimes
+from qwen_mtp.runtime.stops import StopChecker
+from qwen_mtp.runtime.text import Detokenizer, Text
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(slots=True)
+class _Request:
+    """One request on its way through a slot."""
+
+    index: int
+    prompt: str | None
+    ids: list[int]
+    sampling: ResolvedSampling
+    checker: StopChecker
+    stats: StatsCounter
+    name: str = field(default_factory=lambda: uuid.uuid4().hex[:16])
+
+
+class LLM:
+    """Runs one package; a context manager.
+
+    Not safe for use from several threads at once: the batch slots are the way to run requests
+    side by side.
+    """
+
+    def __init__(
+        self,
+        package: str | PathLike[str],
+        *,
+        threads: int | None = None,
+        num_speculative_tokens: int | None = None,
+    ) -> None:
+        """Load a package.
+
+        Args:
+            package: Directory that ``qwen-mtp-export`` wrote.
+            threads: Threads inside an operator; None takes the number of usable cores.
+            num_speculative_tokens: Drafts a round, 0 = plain decoding on the same package; None
+                takes the largest the package was exported for.
+
+        Raises:
+            PackageError: The package contradicts its manifest or cannot be loaded.
+            RequestError: A number is out of range.
+        """
+        self.package = Package.open(package)
+        self._session: Session | None = Session(
+            self.package, threads=threads, num_speculative_tokens=num_speculative_tokens
+        )
+        self._text: Text | None = None
+        self._busy = False
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close."""
+        self.close()
+
+    def close(self) -> None:
+        """Free the model and its state; closing twice is harmless."""
+        self._session = None
+
+    @property
+    def text(self) -> Text:
+        """The package's tokenizer and chat template.
+
+        Raises:
+            MissingExtraError: The extra ``text`` is not installed.
+            PackageError: The package has no usable tokenizer.
+        """
+        if self._text is None:
+            self._text = Text(self.package.directory)
+        return self._text
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer every prompt.
+
+        Args:
+            prompts: A text, a list of token ids, or a list of either.
+            sampling_params: One for all or one each; None takes the package's defaults.
+
+        Returns:
+            One output a prompt, in order.
+
+        Raises:
+            RequestError: A prompt or parameter that the package cannot serve; nothing was run.
+        """
+        requests = self._requests(prompts, sampling_params)
+        for _ in self._run(requests):
+            pass
+        return [_output(request) for request in requests]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[Delta]:
+        """Answer every prompt piece by piece: only verified tokens, as soon as they are.
+
+        Arguments and errors are those of :meth:`generate`. Closing the iterator early frees the
+        slots.
+
+        Yields:
+            Deltas; ``index`` is the prompt's place in the list.
+        """
+        return self._run(self._requests(prompts, sampling_params))
+
+    def _run(self, requests: list[_Request]) -> Iterator[Delta]:
+        session = self._open_session()
+        if self._busy:
+            raise RequestError("another stream of this LLM is not finished: close or exhaust it")
+        self._busy = True
+        waiting, active = deque(requests), dict[int, _Request]()
+        try:
+            while waiting or active:
+                while waiting and session.free_slots:
+                    yield from self._admit(session, waiting.popleft(), active)
+                if active:
+                    yield from self._advance(session, active)
+        finally:
+            self._busy = False
+            for slot in active:
+                session.release(slot)
+
+    def _admit(
+        self, session: Session, request: _Request, active: dict[int, _Request]
+    ) -> Iterator[Delta]:
+        slot, token = session.prefill(request.ids, request.sampling)
+        active[slot] = request
+        _add_times(request.stats, session.times)
+        yield self._push(session, slot, active, [token])
+
+    def _advance(self, session: Session, active: dict[int, _Request]) -> Iterator[Delta]:
+        results = session.step()
+        deltas = []
+        for slot, result in results.items():
+            request = active[slot]
+            before = len(request.checker.token_ids)
+            deltas.append(self._push(session, slot, active, result.tokens))
+            kept = len(request.checker.token_ids) - before
+            request.stats.count_round(result.drafted, result.accepted, kept)
+            _add_times(request.stats, session.times)
+        yield from deltas
+
+    def _push(
+        self, session: Session, slot: int, active: dict[int, _Request], tokens: Sequence[int]
+    ) -> Delta:
+        """Take tokens into the answer; a finished request leaves its slot at once."""
+        request = active[slot]
+        verdict = request.checker.push(tokens)
+        if verdict.finish_reason is not None:
+            session.release(slot)
+            del active[slot]
+        return Delta(
+            request.name,
+            request.index,
+            verdict.text,
+            tuple(tokens[: verdict.kept]),
+            verdict.finish_reason,
+            verdict.stop_reason,
+        )
+
+    def _requests(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[_Request]:
+        several = _prompt_list(prompts)
+        params = _params_list(sampling_params, len(several))
+        return [
+            self._request(i, p, s) for i, (p, s) in enumerate(zip(several, params, strict=True))
+        ]
+
+    def _request(self, index: int, prompt: Prompt, params: SamplingParams) -> _Request:
+        session, manifest = self._open_session(), self.package.manifest
+        text = prompt if isinstance(prompt, str) else None
+        ids = self.text.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        sampling = params.resolve(manifest.generation)
+        session.check(ids, sampling)
+        checker = StopChecker(
+            sampling,
+            eos_ids=manifest.config.eos_token_ids,
+            prompt_length=len(ids),
+            max_model_len=manifest.geometry.max_model_len,
+            detokenizer=self._detokenizer(needed=text is not None or bool(sampling.stop)),
+        )
+        return _Request(index, text, ids, sampling, checker, StatsCounter(session.lookahead))
+
+    def _detokenizer(self, *, needed: bool) -> Detokenizer | None:
+        """A fresh one; None where ids came in and no tokenizer is at hand."""
+        if not needed and not (self.package.directory / "tokenizer.json").is_file():
+            return None
+        try:
+            return self.text.detokenizer()
+        except MissingExtraError:
+            if needed:
+                raise
+            return None
+
+    def _open_session(self) -> Session:
+        if self._session is None:
+            raise RequestError("this LLM is closed: make a new one")
+        return self._session
+
+
+def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (prompts and not isinstance(prompts[0], str | Sequence)):
+        return [prompts]  # type: ignore[list-item]
+    if not prompts:
+        raise RequestError("no prompt: give a text, token ids, or a list of either")
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _params_list(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise RequestError(
+            f"{len(params)} sampling parameters for {count} prompts: give one, or one each"
+        )
+    return list(params)
+
+
+def _add_times(stats: StatsCounter, times: StepTimes) -> None:
+    stats.add_ms("prefill", times.prefill)
+    stats.add_ms("draft", times.draft)
+    stats.add_ms("verify", times.verify)
+    stats.add_ms("host", times.host)
+
+
+def _output(request: _Request) -> RequestOutput:
+    checker = request.checker
+    answer = CompletionOutput(
+        0, checker.text, checker.token_ids, checker.finish_reason, checker.stop_reason
+    )
+    return RequestOutput(
+        request.name,
+        request.prompt,
+        tuple(request.ids),
+        (answer,),
+        checker.finish_reason is not None,
+        request.sampling.seed,
+        request.stats.freeze(),
+    )
