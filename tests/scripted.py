@@ -5,12 +5,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain, cycle, pairwise
 from typing import Any, TypeAlias
-from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
 
-from qwen_mtp.runtime import session as session_module
 from qwen_mtp.runtime.engine import Engine
 from qwen_mtp.runtime.package import Package
 from qwen_mtp.runtime.sampling import ResolvedSampling, SamplingParams
@@ -132,8 +130,7 @@ def session(package: Package, k: int, threads: int = 1) -> Session:
     """A session on an engine that is loaded once; all that older sessions left in it is NaN."""
     engine = _engine(package.directory, threads)
     poison_states(engine)
-    with mock.patch.object(session_module, "Engine", return_value=engine):
-        return Session(package, num_speculative_tokens=k, threads=threads, keep_logits=True)
+    return Session(package, num_speculative_tokens=k, engine=engine)
 
 
 def poison_states(engine: Engine) -> None:
