@@ -37,10 +37,13 @@ def random_checkpoint(seed: int = 0, **overrides: Any) -> Path:
     return path
 
 
-@lru_cache(maxsize=None)
 def package(checkpoint: Path, **geometry: Any) -> Package:
     """The package of a checkpoint under a geometry (defaults: one slot, K=3, fp32, chunk 16)."""
-    choices = _DEFAULTS | geometry
+    return _export(checkpoint, **dict(sorted((_DEFAULTS | geometry).items())))
+
+
+@lru_cache(maxsize=None)
+def _export(checkpoint: Path, **choices: Any) -> Package:
     name = "-".join(f"{k}{v}" for k, v in sorted(choices.items())).replace(" ", "")
     path = scratch() / "packages" / f"{checkpoint.name}-{name}"
     plan = plan_export(checkpoint, Geometry(**choices))
