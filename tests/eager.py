@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from transformers import DynamicCache
 
 from tests.checkpoints import transformers_model
 
@@ -77,10 +78,13 @@ class Reference:
         return self.head(self.hidden(ids))
 
     def continuation(self, prompt: Sequence[int], count: int) -> list[int]:
-        """Greedy tokens after the prompt, the whole sequence run anew for each."""
-        ids = list(prompt)
-        for _ in range(count):
-            ids.append(int(self.head(self.hidden(ids)[-1]).argmax()))
+        """Greedy tokens after the prompt, with transformers' own cache."""
+        cache, ids = DynamicCache(config=self.config), list(prompt)
+        with torch.inference_mode(), Double():
+            for _ in range(count):
+                fresh = torch.tensor([ids[cache.get_seq_length() :]])
+                hidden = self.model.model(fresh, cache=cache, use_cache=True)[0][0, -1]
+                ids.append(int(self.head(hidden).argmax()))
         return ids[len(prompt) :]
 
     def drafts(self, ids: Sequence[int], proposed: Sequence[int]) -> Drafts:
@@ -104,8 +108,6 @@ class Reference:
 
     def _run_head(self, following: Sequence[int], hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Row p takes token p + 1 and the hidden row of p; full causal attention over all rows."""
-        from transformers import DynamicCache
-
         embedded = self.model.model.embed_tokens(torch.tensor(following))
         parts = (
             self._norm("pre_fc_norm_embedding", embedded),

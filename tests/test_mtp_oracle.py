@@ -46,7 +46,7 @@ Recorded = tuple[list[list[int]], list[list[Round]]]
 def _record(checkpoint: Path, chunk: int, lengths: tuple[int, int]) -> Recorded:
     """Two slots side by side; each sequence with its continuation, and its rounds."""
     reference = _reference(checkpoint)
-    chosen = package(checkpoint, max_num_seqs=2, prefill_chunk=chunk, lookaheads=(K,))
+    chosen = package(checkpoint, max_num_seqs=2, prefill_chunk=chunk)
     session = Session(chosen, threads=1, keep_logits=True)
     prompts = [_prompt(length, reference.config.vocab_size) for length in lengths]
     counts = [sum(right + 1 for _, right in plan) + K + 1 for plan in (SCRIPT, OTHER)]

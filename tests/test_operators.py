@@ -245,6 +245,7 @@ def test_rows_that_are_not_kept_change_the_trash_slot_alone(
         for pool, wanted in zip(found, expected, strict=True):
             keep = np.arange(pool.shape[1]) != attention.TRASH_SLOT
             same_bits(pool[:, keep], wanted[:, keep])
+            assert not pool[:, attention.ZERO_SLOT].any()
 
 
 def test_an_index_of_minus_one_takes_row_zero() -> None:
