@@ -104,6 +104,21 @@ class Checkpoint:
             CheckpointError: If there is no such tensor, its shape is another one, it is not
                 bf16, fp16 or fp32, or its file cannot be read.
         """
+        return read_rows(self._required(name, shape), rows or slice(None))
+
+    def require(self, name: str, shape: tuple[int, ...]) -> None:
+        """Refuse, by its header alone, a tensor that :meth:`read` would refuse.
+
+        Args:
+            name: Canonical name.
+            shape: What the whole tensor must be.
+
+        Raises:
+            CheckpointError: As :meth:`read`.
+        """
+        self._required(name, shape)
+
+    def _required(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
         tensor = self._tensor(name)
         if tensor.shape != tuple(shape):
             raise CheckpointError(
@@ -115,7 +130,7 @@ class Checkpoint:
                 f"{tensor.shard}: {tensor.key} is {tensor.dtype}, must be "
                 f"{' or '.join(_READABLE)}; take the unquantised bf16 checkpoint"
             )
-        return read_rows(tensor, rows or slice(None))
+        return tensor
 
     def fingerprint(self) -> str:
         """A sha256 (hex) over the configuration, all headers and a sample of every tensor.

@@ -2,9 +2,10 @@
 
 import errno
 import hashlib
+import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +17,7 @@ from qwen_mtp.config import GenerationDefaults, ModelConfig
 from qwen_mtp.errors import CheckpointError, ExportError
 from qwen_mtp.export.checkpoint import Checkpoint
 from qwen_mtp.export.compose import WEIGHTS_FILE, Composer
-from qwen_mtp.export.weights import write_weights
+from qwen_mtp.export.weights import check_sources, write_weights
 from qwen_mtp.graphs.manifest import (
     FORMAT_VERSION,
     MANIFEST,
@@ -104,6 +105,7 @@ def plan_export(directory: Path, geometry: Geometry) -> Plan:
     used = tuple(source.key for group in composer.groups for source in group.sources)
     spare = () if geometry.lookaheads else ("mtp.",)
     unused = checkpoint.check_coverage(used, allow_unused=spare)
+    check_sources(checkpoint, composer.groups)
     return Plan(checkpoint, geometry, composer, used, unused)
 
 
@@ -111,27 +113,27 @@ def write_package(plan: Plan, directory: Path, progress: Progress) -> PackageMan
     """Write every file into an existing directory.
 
     Raises:
-        CheckpointError: A tensor cannot be read or is damaged.
-        ExportError: The disk is full or cannot be written.
+        CheckpointError: A tensor or file cannot be read or is damaged.
+        ExportError: The disk has too little space.
+        OSError: The disk cannot be written; :func:`staged` names the remedy.
     """
-    with _disk_errors(directory):
-        _check_space(plan, directory)
-        _write_model(plan, directory / MODEL_FILE, progress)
-        progress.phase("weights", plan.weight_bytes, "B")
-        stored = plan.composer.stored
-        write_weights(
-            directory / WEIGHTS_FILE,
-            plan.checkpoint,
-            plan.composer.groups,
-            stored,
-            progress.advance,
-        )
-        for name in COPIED:
-            if (plan.checkpoint.directory / name).is_file():
-                shutil.copyfile(plan.checkpoint.directory / name, directory / name)
-        progress.phase("checksums")
-        manifest = _describe(plan, directory)
-        manifest.save(directory)
+    _check_space(plan, directory)
+    _write_model(plan, directory / MODEL_FILE, progress)
+    progress.phase("weights", plan.weight_bytes, "B")
+    write_weights(
+        directory / WEIGHTS_FILE,
+        plan.checkpoint,
+        plan.composer.groups,
+        plan.composer.stored,
+        progress.advance,
+    )
+    for name in COPIED:
+        if (plan.checkpoint.directory / name).is_file():
+            data = _source_bytes(plan.checkpoint.directory / name)
+            (directory / name).write_bytes(data)
+    progress.phase("checksums")
+    manifest = _describe(plan, directory)
+    manifest.save(directory)
     return manifest
 
 
@@ -140,26 +142,42 @@ def staged(package: Path, *, overwrite: bool) -> Iterator[Path]:
     """A temporary sibling that takes the package's place when the block ends well.
 
     Whatever goes wrong, interruption included, the sibling is removed and an existing package
-    stays as it was.
+    stays as it was. A symbolic link is followed: what it names is made or replaced.
 
     Args:
         package: The directory to make.
         overwrite: Replace an existing package.
 
     Raises:
-        ExportError: The directory exists, or its parent cannot be written.
+        ExportError: The directory exists, or something in it or its parent cannot be written.
     """
-    _check_target(package, overwrite)
-    with _disk_errors(package):
-        package.parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(mkdtemp(prefix=f".{package.name}.", dir=package.parent))
-    try:
-        yield staging
-        with _disk_errors(package):
+    target = Path(os.path.realpath(package))
+    with _disk_errors(package), _parents(target):
+        _check_target(package, overwrite)
+        staging = Path(mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        old = staging.with_name(staging.name + ".old")
+        try:
+            with _disk_errors(package, staging):
+                yield staging
             staging.chmod(0o755)
-            _swap(staging, package)
+            _swap(staging, target, old)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+            if target.exists():
+                shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def _parents(target: Path) -> Iterator[None]:
+    """Make the directories above a target; those that end up empty go again."""
+    made = [path for path in target.parents if not path.exists()]
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        with suppress(OSError):
+            for path in made:
+                path.rmdir()
 
 
 def _check_target(package: Path, overwrite: bool) -> None:
@@ -175,18 +193,16 @@ def _check_target(package: Path, overwrite: bool) -> None:
         raise ExportError(f"{package}: holds no package; --overwrite only replaces packages")
 
 
-def _swap(staging: Path, package: Path) -> None:
-    if not package.exists():
-        staging.rename(package)
-        return
-    old = staging.with_name(staging.name + ".old")
-    package.rename(old)
+def _swap(staging: Path, package: Path, old: Path) -> None:
+    """Put the sibling in the package's place and what was there under ``old``."""
     try:
+        if package.exists():
+            package.rename(old)
         staging.rename(package)
-    except OSError:
-        old.rename(package)
+    except BaseException:
+        if old.exists() and not package.exists():
+            old.rename(package)
         raise
-    shutil.rmtree(old)
 
 
 def _check_space(plan: Plan, directory: Path) -> None:
@@ -199,14 +215,26 @@ def _check_space(plan: Plan, directory: Path) -> None:
 
 
 @contextmanager
-def _disk_errors(place: Path) -> Iterator[None]:
+def _disk_errors(package: Path, staging: Path | None = None) -> Iterator[None]:
+    """Name the file and the remedy; a file in the sibling goes by its place in the package."""
     try:
         yield
+    except BrokenPipeError:  # whoever read the progress is gone; the disk is fine
+        raise
     except OSError as error:
-        where = error.filename or place.parent
+        where = Path(os.fsdecode(error.filename or package))
+        if staging is not None and where.is_relative_to(staging):
+            where = package / where.relative_to(staging)
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         remedy = "free some space" if full else "choose a directory that can be written"
-        raise ExportError(f"{where}: {error.strerror}; {remedy}") from error
+        raise ExportError(f"{where}: {error.strerror or error}; {remedy}") from error
+
+
+def _source_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}; make the file readable") from error
 
 
 def _write_model(plan: Plan, path: Path, progress: Progress) -> None:

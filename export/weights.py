@@ -18,6 +18,23 @@ Progress = Callable[[int], None]
 CHUNK_VALUES = 1 << 23  # float32 values in memory at a time, per copy
 
 
+def check_sources(checkpoint: Checkpoint, groups: Sequence[WeightGroup]) -> None:
+    """Refuse, by headers alone, sources that cannot become the stored tensors.
+
+    Raises:
+        CheckpointError: A source is missing, has the wrong shape or dtype, or a width that its
+            format cannot hold.
+    """
+    for group in groups:
+        for source in group.sources:
+            checkpoint.require(source.key, source.shape)
+            if group.format == "int4" and source.shape[-1] % BLOCK:
+                raise CheckpointError(
+                    f"{checkpoint.directory}: {source.key} has {source.shape[-1]} columns, int4 "
+                    f"needs a multiple of {BLOCK}; use --format int8"
+                )
+
+
 def write_weights(
     path: Path,
     checkpoint: Checkpoint,
@@ -124,11 +141,6 @@ def _matrix_int8(
 def _chunks(checkpoint: Checkpoint, group: WeightGroup) -> Iterator[Floats]:
     for source in group.sources:
         rows, width = source.shape
-        if group.format == "int4" and width % BLOCK:
-            raise CheckpointError(
-                f"{source.key} has {width} columns, int4 needs a multiple of {BLOCK}; "
-                "use --format int8"
-            )
         step = max(1, CHUNK_VALUES // width)
         for start in range(0, rows, step):
             yield _read(checkpoint, source, slice(start, start + step))

@@ -14,6 +14,7 @@ from qwen_mtp.errors import CheckpointError
 Choice = TypeVar("Choice", str, int, bool)
 
 REMEDY = "take the value of the original checkpoint"
+LARGEST = 1 << 24  # of any size in a configuration; products of two still fit 64 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +89,10 @@ class Fields:
             raise self.refusal(name, "a JSON object")
         return Fields(self.path, value, f"{self.prefix}{name}.")
 
-    def integer(self, name: str, default: int | None = None, *, least: int = 1) -> int:
-        """An integer of at least ``least``; required where there is no default.
+    def integer(
+        self, name: str, default: int | None = None, *, least: int = 1, most: int = LARGEST
+    ) -> int:
+        """An integer from ``least`` to ``most``; required where there is no default.
 
         Raises:
             CheckpointError: If the field is odd or missing.
@@ -99,6 +102,8 @@ class Fields:
             return default
         if not _is_integer(value) or value < least:
             raise self.refusal(name, f"an integer, at least {least}")
+        if value > most:
+            raise self.refusal(name, f"an integer, at most {most}")
         return value
 
     def number(self, name: str, default: float, *, zero: bool = False) -> float:
