@@ -115,7 +115,7 @@ def load_manifest(directory: str | PathLike[str]) -> PackageManifest:
             )
         manifest = msgspec.json.decode(data, type=PackageManifest)
         extra = _unknown(msgspec.json.decode(data), msgspec.to_builtins(manifest), "$")
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise PackageError(f"{path}: {error}; {REMEDY}") from error
     if extra is not None:
         raise PackageError(f"{path}: unknown field {extra}; {REMEDY}")

@@ -4,6 +4,7 @@ Results go to stdout, progress to stderr. Exit codes: 0 done, 1 an error with on
 what to do, 2 wrong usage, 3 a check of the package failed.
 """
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -14,14 +15,16 @@ from typing import Any, NoReturn
 import click
 import msgspec
 
-from qwen_mtp.errors import QwenMtpError, VerificationError
+from qwen_mtp.errors import MissingExtraError, PackageError, QwenMtpError, VerificationError
 from qwen_mtp.progress import Lines, Progress, Silent
 
 EXIT_ERROR, EXIT_VERIFICATION = 1, 3
 DIRECTORY = click.Path(path_type=Path)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 quiet_option = click.option("-q", "--quiet", is_flag=True, help="No progress.")
-threads_option = click.option("--threads", type=click.IntRange(1), help="Threads in an operator.")
+threads_option = click.option(
+    "--threads", type=click.IntRange(1, 1024), help="Threads in an operator."
+)
 
 
 class LookaheadList(click.ParamType[tuple[int, ...]]):
@@ -57,13 +60,19 @@ class IdList(click.ParamType[list[int]]):
 
 @contextmanager
 def errors_as_lines() -> Iterator[None]:
-    """Turn the package's own errors into one line and an exit code; others stay tracebacks."""
+    """Turn errors that have a remedy into one line and an exit code; others stay tracebacks."""
     try:
         yield
     except VerificationError as error:
         _fail(str(error), EXIT_VERIFICATION, error)
     except QwenMtpError as error:
         _fail(str(error), EXIT_ERROR, error)
+    except OSError as error:
+        if error.errno == errno.EPIPE:  # click ends quietly when the reader is gone
+            raise
+        where = f"{os.fsdecode(error.filename)}: " if error.filename else ""
+        line = f"{where}{error.strerror or error}; check the path and its permissions"
+        _fail(line, EXIT_ERROR, error)
     except MemoryError as error:
         line = "out of memory; export with a smaller --max-model-len, --max-num-seqs or --format"
         _fail(line, EXIT_ERROR, error)
@@ -72,7 +81,8 @@ def errors_as_lines() -> Iterator[None]:
 def _fail(line: str, code: int, error: BaseException) -> NoReturn:
     if os.environ.get("QWEN_MTP_DEBUG"):
         raise error
-    click.echo(f"Error: {' '.join(line.split())}", err=True)
+    redraw = "\r\x1b[K" if sys.stderr.isatty() else ""  # a phase may be half drawn
+    click.echo(f"{redraw}Error: {' '.join(line.split())}", err=True)
     sys.exit(code)
 
 
@@ -266,11 +276,19 @@ def _generate(llm: Any, prompt: Any, params: Any, as_json: bool) -> None:
         output = llm.generate([prompt], params)[0]
         print_json(output_json(output))
         return
-    plain = not (llm.package.directory / "tokenizer.json").is_file()
+    plain = not isinstance(prompt, str) and not _has_text(llm)
     for delta in llm.stream([prompt], params):
         text = " ".join(map(str, delta.token_ids)) + " " if plain else delta.text
         click.echo(text, nl=False)
     click.echo()
+
+
+def _has_text(llm: Any) -> bool:
+    """Whether answers come with their text: else their ids are all there is to show."""
+    try:
+        return llm.text is not None
+    except (MissingExtraError, PackageError):
+        return False
 
 
 def output_json(output: Any) -> dict[str, Any]:

@@ -55,6 +55,7 @@ class Engine:
         if threads is not None and threads < 1:
             raise RequestError(f"threads is {threads}: give a number >= 1")
         self.package = package
+        self._path = package.directory / package.manifest.model_file
         self._keep_logits = keep_logits
         self._weights = np.memmap(
             package.directory / package.manifest.weights_file, np.uint8, mode="r"
@@ -76,20 +77,21 @@ class Engine:
     def _load(self, threads: int) -> ort.InferenceSession:
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
-        options.log_severity_level = 3
+        options.log_severity_level = 4  # errors are raised, with all that the log would say
         self._initializers = []  # the session reads them as long as it lives
         for tensor in self.package.manifest.weights:
             data = self._weights[tensor.offset : tensor.offset + tensor.nbytes]
             value = ort.OrtValue.ortvalue_from_numpy(data.view(tensor.dtype).reshape(tensor.shape))
             self._initializers.append(value)
             options.add_initializer(tensor.name, value)
-        path = self.package.directory / self.package.manifest.model_file
         try:
-            session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+            session = ort.InferenceSession(
+                str(self._path), options, providers=["CPUExecutionProvider"]
+            )
         except Exception as error:  # the runtime's own exceptions share no base class
             reason = " ".join(str(error).split())
             raise PackageError(
-                f"{path}: ONNX Runtime {ort.__version__} refuses it ({reason}); {REMEDY}"
+                f"{self._path}: ONNX Runtime {ort.__version__} refuses it ({reason}); {REMEDY}"
             ) from error
         return session
 
@@ -129,6 +131,9 @@ class Engine:
             graph: Its name.
             table: ``[B, W]`` block table, W from :meth:`table_width`.
             slot: For the prefill graph, the batch slot whose state it advances.
+
+        Raises:
+            PackageError: ONNX Runtime stops in the middle of the graph.
         """
         spec = self.package.graph(graph)
         verify = spec.kind == "target_verify"
@@ -138,7 +143,13 @@ class Engine:
             bound = self._bound[key] = self._bind(spec, key[1], slot)
         self._bind_table(bound, spec, table)
         options = self._shrink if spec.kind == "prefill" else None
-        self._session.run_with_iobinding(bound.binding, options)
+        try:
+            self._session.run_with_iobinding(bound.binding, options)
+        except Exception as error:  # the runtime's own exceptions share no base class
+            raise PackageError(
+                f"{self._path}: {graph} stopped ({' '.join(str(error).split())}); "
+                "run qwen-mtp verify on the package"
+            ) from error
         self._release_pages()
         if verify:
             self._parity ^= 1

@@ -10,6 +10,10 @@ from qwen_mtp.runtime.engine import Engine
 from qwen_mtp.runtime.randomness import Purpose, uniforms
 from qwen_mtp.runtime.sampling import ResolvedSampling
 
+# What the graphs' int32 and float32 hold; beyond it a parameter changes nothing any more.
+LARGEST_INT = int(np.iinfo(np.int32).max)
+LARGEST_FLOAT = float(np.finfo(np.float32).max)
+
 
 @dataclass(slots=True)
 class LiveSequence:
@@ -103,9 +107,10 @@ def _feed_sampling(
     temperature[:], top_k[:], top_p[:], banned[:] = 0, 0, 1, 0
     for slot, sequence in sequences.items():
         sampling = sequence.sampling
-        temperature[slot], top_k[slot] = sampling.temperature, sampling.top_k
+        temperature[slot] = min(sampling.temperature, LARGEST_FLOAT)
+        top_k[slot] = min(sampling.top_k, LARGEST_INT)
         top_p[slot] = sampling.top_p
-        banned[slot] = max(0, sampling.min_tokens - sequence.emitted)
+        banned[slot] = min(max(0, sampling.min_tokens - sequence.emitted), LARGEST_INT)
         stops[slot] = -1
         stops[slot, : len(sequence.banned)] = sequence.banned
         if sampling.greedy:

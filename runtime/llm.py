@@ -1,12 +1,14 @@
 """``LLM``: prompts in, answers out, over the batch slots of one session."""
 
+import reprlib
 import uuid
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from os import PathLike
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from qwen_mtp.errors import MissingExtraError, RequestError
 from qwen_mtp.runtime.outputs import CompletionOutput, Delta, RequestOutput, StatsCounter
@@ -203,6 +205,7 @@ class LLM:
         ids = self.text.encode(prompt) if isinstance(prompt, str) else list(prompt)
         sampling = params.resolve(manifest.generation)
         session.check(ids, sampling)
+        ids = [int(token) for token in ids]
         checker = StopChecker(
             sampling,
             eos_ids=manifest.config.eos_token_ids,
@@ -230,11 +233,26 @@ class LLM:
 
 
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (prompts and not isinstance(prompts[0], str | Sequence)):
-        return [prompts]  # type: ignore[list-item]
-    if not prompts:
+    """One prompt or several, as a list of texts and lists of ids."""
+    if isinstance(prompts, str):
+        return [prompts]
+    items = _items(prompts)
+    if not items:
         raise RequestError("no prompt: give a text, token ids, or a list of either")
-    return list(prompts)  # type: ignore[arg-type]
+    if all(isinstance(item, Integral) for item in items):
+        return [items]
+    return [item if isinstance(item, str) else _items(item) for item in items]
+
+
+def _items(value: Any) -> list[Any]:
+    """The elements of a list, tuple, array or tensor of one dimension or more."""
+    try:
+        if isinstance(value, Iterable) and not isinstance(value, bytes | Mapping):
+            return list(value)
+    except TypeError:  # arrays without a dimension pretend
+        pass
+    found = reprlib.repr(value)
+    raise RequestError(f"a prompt is {found}: give a text, token ids, or a list of either")
 
 
 def _params_list(
@@ -242,11 +260,16 @@ def _params_list(
 ) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
-    if len(params) != count:
+    items: list[Any] = list(params) if isinstance(params, Sequence) else [params]
+    for item in items:
+        if not isinstance(item, SamplingParams):
+            found = reprlib.repr(item)
+            raise RequestError(f"sampling_params is or holds {found}: give SamplingParams")
+    if len(items) != count:
         raise RequestError(
-            f"{len(params)} sampling parameters for {count} prompts: give one, or one each"
+            f"{len(items)} sampling parameters for {count} prompts: give one, or one each"
         )
-    return list(params)
+    return items
 
 
 def _add_times(stats: StatsCounter, times: StepTimes) -> None:

@@ -1,14 +1,19 @@
 """A package directory, checked against its manifest."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from os import PathLike
 from pathlib import Path, PurePosixPath
 from typing import Self
 
-from qwen_mtp.errors import PackageError
+from qwen_mtp.errors import PackageError, RequestError
+from qwen_mtp.fields import LARGEST
 from qwen_mtp.graphs.manifest import REMEDY, PackageManifest, load_manifest
 from qwen_mtp.graphs.signature import graph_specs
 from qwen_mtp.graphs.spec import GraphSpec, state_specs
+from qwen_mtp.graphs.weights import PAGE
+from qwen_mtp.runtime.sampling import SamplingParams
+
+BACKEND = "onnxruntime"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +37,13 @@ class Package:
         """
         root = Path(directory)
         manifest = load_manifest(root)
+        _check_numbers(root, manifest)
         for file in manifest.files:
             _check_file(root, file.path, file.bytes)
         for named in (manifest.model_file, manifest.weights_file):
             if named not in {file.path for file in manifest.files}:
                 raise PackageError(f"{root}/manifest.json: files does not list {named}; {REMEDY}")
+        _check_weights(root, manifest)
         _check_signatures(root, manifest)
         return cls(root, manifest)
 
@@ -52,6 +59,42 @@ class Package:
     def graph(self, name: str) -> GraphSpec:
         """The signature of a graph."""
         return self.manifest.graphs[self.selector(name)]
+
+
+def _check_numbers(root: Path, manifest: PackageManifest) -> None:
+    """Refuse values that no export writes before anything is computed from them."""
+    if manifest.backend != BACKEND:
+        raise _odd(root, "backend", manifest.backend, f"must be {BACKEND}")
+    for place, part in (("config", manifest.config), ("geometry", manifest.geometry)):
+        for field in fields(part):
+            value = getattr(part, field.name)
+            if type(value) is int and field.name != "num_mtp_layers" and not 0 < value <= LARGEST:
+                raise _odd(root, f"{place}.{field.name}", value, f"must be 1..{LARGEST}")
+    lookaheads, ids = manifest.geometry.lookaheads, manifest.config.eos_token_ids
+    if list(lookaheads) != sorted(set(lookaheads)) or not set(lookaheads) <= set(range(1, 16)):
+        raise _odd(root, "geometry.lookaheads", lookaheads, "must ascend within 1..15")
+    if not all(0 <= token < manifest.config.vocab_size for token in ids):
+        raise _odd(root, "config.eos_token_ids", ids, "must lie in the vocabulary")
+    given = manifest.generation
+    try:
+        SamplingParams(temperature=given.temperature, top_k=given.top_k, top_p=given.top_p)
+    except RequestError as error:
+        raise PackageError(f"{root}/manifest.json: generation: {error}; {REMEDY}") from error
+
+
+def _check_weights(root: Path, manifest: PackageManifest) -> None:
+    """Every tensor must lie inside the weight file, aligned for its type."""
+    if not manifest.weights:
+        raise _odd(root, "weights", (), "must hold the tensors of the model")
+    (size,) = {file.bytes for file in manifest.files if file.path == manifest.weights_file}
+    for tensor in manifest.weights:
+        fits = tensor.offset >= 0 and tensor.offset + tensor.nbytes <= size
+        if not fits or tensor.offset % PAGE or min(tensor.shape, default=1) < 1:
+            raise _odd(root, f"weights: {tensor.name}", tensor.shape, "contradicts the file")
+
+
+def _odd(root: Path, name: str, found: object, wanted: str) -> PackageError:
+    return PackageError(f"{root}/manifest.json: {name} is {found!r}, {wanted}; {REMEDY}")
 
 
 def _check_file(root: Path, name: str, size: int) -> None:

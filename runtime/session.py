@@ -257,6 +257,11 @@ class Session:
                 f"the prompt has {len(prompt)} tokens, the package takes up to {longest}; "
                 "shorten it, or export with a larger --max-model-len"
             )
+        for token in sampling.stop_token_ids:
+            if token >= vocabulary:
+                raise RequestError(
+                    f"stop_token_ids holds {token}: ids go from 0 to {vocabulary - 1}"
+                )
         for place, token in enumerate(prompt):
             if not isinstance(token, int | np.integer) or not 0 <= token < vocabulary:
                 raise RequestError(
