@@ -16,6 +16,7 @@ from qwen_mtp.runtime.session import Session, StepResult
 
 MOST_TOKENS = 48  # of one continuation: oracles stay short, more patterns take more prompts
 OWN_TOKENS = 24
+EVERY_PAIR = 7  # largest lookahead for which every pair of accept counts is forced
 
 
 @dataclass(slots=True)
@@ -151,7 +152,7 @@ def check_decoding(bench: Bench, progress: Progress) -> tuple[Check, int]:
     lookaheads = bench.geometry.lookaheads
     if not lookaheads:
         return Check("decoding", True, "skipped: the package has no MTP head"), 0
-    rounds = sum((k + 1) ** 2 + 1 for k in lookaheads)
+    rounds = sum(len(accept_counts(k)) for k in lookaheads) * min(2, bench.slots)
     progress.phase("verify decoding", rounds, "rounds")
     decoding = Decoding(bench)
     for lookahead in lookaheads:
@@ -170,7 +171,7 @@ def check_decoding(bench: Bench, progress: Progress) -> tuple[Check, int]:
 
 def _one_lookahead(decoding: Decoding, lookahead: int, slots: int) -> str | None:
     room, first = decoding.room(lookahead), decoding.prompts[0]
-    pieces = list(_pieces(every_pair(lookahead + 1), room))
+    pieces = list(_pieces(accept_counts(lookahead), room))
     for i, piece in enumerate(pieces):
         script = Script(decoding.prompts[i % 2], piece)
         if (problem := decoding.forced(lookahead, [script])) is not None:
@@ -183,17 +184,23 @@ def _one_lookahead(decoding: Decoding, lookahead: int, slots: int) -> str | None
     return decoding.own(lookahead)
 
 
-def every_pair(count: int) -> tuple[int, ...]:
-    """A shortest sequence of 0..count-1 in which each follows each, itself included.
+def accept_counts(lookahead: int) -> tuple[int, ...]:
+    """Accept counts in an order that tries transitions between them.
 
-    It is the order-2 de Bruijn cycle, opened: ``count * count + 1`` numbers.
+    Up to a lookahead of 7 every count follows every other and itself: the order-2 de Bruijn
+    cycle, opened. Beyond, where that grows to hundreds of rounds, every count follows 0 and
+    itself and is followed by the largest.
     """
-    cycle: list[int] = []
-    for i in range(count):
-        cycle.append(i)
-        for j in range(i + 1, count):
-            cycle += [i, j]
-    return (*cycle, cycle[0])
+    counts, order = range(lookahead + 1), list[int]()
+    if lookahead > EVERY_PAIR:
+        for i in counts:
+            order += [0, i, i, lookahead]
+        return tuple(order)
+    for i in counts:
+        order.append(i)
+        for j in counts[i + 1 :]:
+            order += [i, j]
+    return (*order, order[0])
 
 
 def _pieces(accepts: Sequence[int], room: int) -> Iterator[tuple[int, ...]]:

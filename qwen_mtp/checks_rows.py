@@ -106,6 +106,8 @@ class RowProbe:
         bench, graph = self.bench, self.bench.graph(case.rows)
         bench.feed(graph, self._lanes(case))
         bench.run(graph, self.start + 2 * bench.max_rows + case.extra)
+        if (name := _first(self._committed(case.home), trail.committed[0])) is not None:
+            return _explain(name, f"the state before {case}")
         for i in range(case.count):
             found = self._row(graph, case.home, i, self.start + i)
             if (name := _first(found, trail.rows[i])) is not None:

@@ -26,7 +26,14 @@ from qwen_mtp.checks_golden import GOLDEN
 from qwen_mtp.graphs.manifest import FileEntry, PackageManifest, load_manifest
 from qwen_mtp.graphs.model import Graph, Model
 from qwen_mtp.graphs.signature import graph_specs
-from qwen_mtp.graphs.spec import Geometry, GraphSpec, StateSpec, TensorSpec, state_specs
+from qwen_mtp.graphs.spec import (
+    Geometry,
+    GraphSpec,
+    StateSpec,
+    TensorSpec,
+    WeightFormat,
+    state_specs,
+)
 from qwen_mtp.graphs.weights import StoredTensor
 from qwen_mtp.progress import Progress, Silent
 
@@ -34,7 +41,9 @@ Array = npt.NDArray[Any]
 LARGEST = 3 << 30  # bytes of weights; NumPy takes seconds a pass up to here, minutes beyond
 PROMPT = 5
 LIVE = 2  # slots that are recorded
-NUDGE = 3e-8
+# fp32: the last bits. int8, int4: enough to move some roundings in every layer, as another order
+# of the sums does in time; a smaller one moves none until late and says too little.
+NUDGE: dict[WeightFormat, float] = {"fp32": 3e-8, "int8": 1e-6, "int4": 1e-6}
 SEED = 20
 STATE_VALUES = 32  # values kept of each state tensor
 ROW_VALUES = 512  # and of hidden rows and logits
@@ -152,7 +161,9 @@ class _Recorder:
         data = np.zeros(state.shape, np.float32)
         if state.kind in ("conv", "ssm"):
             twins = data[len(data) // 2 :]
-            twins[:] = NUDGE * self._random.standard_normal(twins.shape, np.float32)
+            twins[:] = NUDGE[self._geometry.format] * self._random.standard_normal(
+                twins.shape, np.float32
+            )
         return data
 
     def _prefill(self, slot: int) -> None:
@@ -245,7 +256,7 @@ class _Recorder:
             size = max(float(np.linalg.norm(values)), 1e-30)
             self._arrays[f"{prefix}/out/{name}"] = values
             self._arrays[f"{prefix}/at/{name}"] = places.astype(np.int32)
-            self._arrays[f"{prefix}/moves/{name}"] = np.float32(moved / size)
+            self._arrays[f"{prefix}/moves/{name}"] = np.array(moved / size)
 
     def _choose(self, spec: GraphSpec, tensor: TensorSpec, data: Array, live: Array) -> Array:
         """Places ``[ndim, n]``: an even choice among nonzero values that a live row made."""

@@ -1,6 +1,6 @@
 """Exports small packages for tests, once per choice of checkpoint and geometry."""
 
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -22,13 +22,13 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-@lru_cache(maxsize=1)
+@cache
 def scratch() -> Path:
     """A directory for the whole test run; the operating system's temporary folder owns it."""
     return Path(mkdtemp(prefix="qwen-mtp-tests-"))
 
 
-@lru_cache(maxsize=None)
+@cache
 def random_checkpoint(seed: int = 0, **overrides: Any) -> Path:
     """A random checkpoint in the real layout; ``overrides`` go into its text config."""
     name = "-".join([f"seed{seed}", *(f"{k}{v}" for k, v in sorted(overrides.items()))])
@@ -42,7 +42,7 @@ def package(checkpoint: Path, **geometry: Any) -> Package:
     return _export(checkpoint, **dict(sorted((_DEFAULTS | geometry).items())))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _export(checkpoint: Path, **choices: Any) -> Package:
     name = "-".join(f"{k}{v}" for k, v in sorted(choices.items())).replace(" ", "")
     path = scratch() / "packages" / f"{checkpoint.name}-{name}"
