@@ -166,8 +166,9 @@ def _product_onnx(op: Any, x: Any, weight: Any) -> Any:
 
 
 def _int8_onnx(op: Any, x: Any, weight: Any, scale: Any) -> Any:
-    tiny, steps = (const(op, np.array(c, np.float32)) for c in (TINY, 127))
-    row_scale = op.Div(op.Max(op.ReduceMax(op.Abs(x), [-1], keepdims=0), tiny), steps)
+    # A row of zeros has scale 0: whatever it is quantised to, the product is multiplied by 0.
+    steps = const(op, np.array(127, np.float32))
+    row_scale = op.Div(op.ReduceMax(op.Abs(x), [-1], keepdims=0), steps)
     zeros = const(op, np.full(int(x.shape[0]), ZERO_POINT, np.uint8))
     q = op.QuantizeLinear(x, row_scale, zeros, axis=0)
     one, zero_point = const(op, np.ones((), np.float32)), const(op, np.array(128, np.uint8))

@@ -40,6 +40,10 @@ def _slice(op: Any, x: Any, dim: int = 0, start: int | None = None, end: int | N
     return op.Slice(x, *(const(op, b) for b in bounds))
 
 
+def _split(op: Any, x: Any, sizes: Sequence[int], dim: int = 0) -> Any:
+    return op.Split(x, const(op, np.array(sizes, np.int64)), axis=dim, _outputs=len(sizes))
+
+
 def _axes(op: Any, dim: int) -> Any:
     return const(op, np.array([dim], np.int64))
 
@@ -74,6 +78,7 @@ FORMS: dict[Any, Form] = {
     aten.view.default: _reshape,
     aten.reshape.default: _reshape,
     aten.slice.Tensor: _slice,
+    aten.split_with_sizes.default: _split,
     aten.cat.default: lambda op, parts, dim=0: op.Concat(*parts, axis=dim),
     aten.stack.default: _stack,
     aten.unsqueeze.default: lambda op, x, dim: op.Unsqueeze(x, _axes(op, dim)),

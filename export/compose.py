@@ -6,7 +6,7 @@ the graphs live in one model: each is the ``then`` branch of an If that compares
 inputs and outputs of its graph only (docs/adr/0003).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -110,8 +110,14 @@ def _branch(
 
 
 def _nothing(op: Any, spec: GraphSpec) -> list[ir.Value]:
-    kinds = {"float32": np.float32, "int32": np.int32}
-    return [op.Identity(const(op, np.zeros(0, kinds[t.dtype]))) for t in spec.outputs]
+    """An empty tensor for each output, made by one node for each dtype."""
+    empty: dict[str, Iterator[ir.Value]] = {}
+    for dtype, kind in (("float32", np.float32), ("int32", np.int32)):
+        count = sum(tensor.dtype == dtype for tensor in spec.outputs)
+        sizes = const(op, np.zeros(count, np.int64))
+        parts = op.Split(const(op, np.zeros(0, kind)), sizes, axis=0, _outputs=count)
+        empty[dtype] = iter([parts] if count == 1 else parts)
+    return [next(empty[tensor.dtype]) for tensor in spec.outputs]
 
 
 def _layout(model: Model) -> tuple[StoredTensor, ...]:

@@ -78,14 +78,14 @@ class Attention(nn.Module):
         batch, rows, _ = cos.shape
         heads, kv_heads, dim = self.heads, self.kv_heads, self.dim
         both = self.qkv(x).view(batch, rows, -1)
-        ends = 2 * heads * dim, (2 * heads + kv_heads) * dim
-        gated = both[:, :, : ends[0]].reshape(batch, rows, heads, 2 * dim)
-        key = both[:, :, ends[0] : ends[1]].reshape(batch, rows, kv_heads, dim)
-        value = both[:, :, ends[1] :].reshape(batch, rows, kv_heads, dim)
-        query = ops.rotary_embedding(self.q_norm(gated[..., :dim]), cos, sin)
-        key = ops.rotary_embedding(self.k_norm(key), cos, sin)
-        gate = gated[..., dim:].reshape(batch, rows, heads * dim)
-        return Projected(query, key, value, gate)
+        sizes = [2 * heads * dim, kv_heads * dim, kv_heads * dim]
+        gated, key, value = both.split(sizes, dim=2)
+        query, gate = gated.reshape(batch, rows, heads, 2 * dim).split([dim, dim], dim=3)
+        query = ops.rotary_embedding(self.q_norm(query), cos, sin)
+        key = self.k_norm(key.reshape(batch, rows, kv_heads, dim))
+        key = ops.rotary_embedding(key, cos, sin)
+        value = value.reshape(batch, rows, kv_heads, dim)
+        return Projected(query, key, value, gate.reshape(batch, rows, heads * dim))
 
     def write(
         self, io: GraphIO, rows: Projected, start: Tensor, count: Tensor, table: Tensor

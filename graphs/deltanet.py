@@ -56,16 +56,15 @@ class DeltaNet(nn.Module):
         c = self.config
         batch, rows, _ = mixed.shape
         keys, dim, heads = c.linear_num_key_heads, c.linear_key_head_dim, c.linear_num_value_heads
-        edge = 2 * keys * dim
+        qk, v = mixed.split([2 * keys * dim, self.value_size], dim=2)
         # x / sqrt(sum x^2 + eps) written as an RMS norm, which is one kernel
         unit = torch.full((dim,), dim**-0.5)
-        qk = mixed[:, :, :edge].reshape(batch, rows, 2 * keys, dim)
-        qk = ops.rms_norm(qk, unit, L2_EPS / dim)
-        v = mixed[:, :, edge:].reshape(batch, rows, heads, c.linear_value_head_dim)
-        softened = torch.nn.functional.softplus(ba[:, :, heads:] + self.dt_bias.weight)
-        g = self.decay.weight * softened
-        beta = torch.sigmoid(ba[:, :, :heads])
-        return Gated(qk[:, :, :keys], qk[:, :, keys:], v, g, beta)
+        qk = ops.rms_norm(qk.reshape(batch, rows, 2 * keys, dim), unit, L2_EPS / dim)
+        q, k = qk.split([keys, keys], dim=2)
+        v = v.reshape(batch, rows, heads, c.linear_value_head_dim)
+        b, a = ba.split([heads, heads], dim=2)
+        softened = torch.nn.functional.softplus(a + self.dt_bias.weight)
+        return Gated(q, k, v, self.decay.weight * softened, torch.sigmoid(b))
 
     def _leave(self, o: Tensor, z: Tensor) -> Tensor:
         """Gated norm and output projection: norm first, then the gate."""
@@ -77,10 +76,9 @@ class DeltaNet(nn.Module):
 
     def _enter(self, x: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
         """Projections: u ``[B, R, C]``, z ``[B * R, Vd]``, b and a ``[B, R, 2 Nv]``."""
-        both = self.qkvz(x)
-        u = both[:, : self.channels].reshape(batch, -1, self.channels)
+        u, z = self.qkvz(x).split([self.channels, self.value_size], dim=1)
         ba = self.ba(x).view(batch, -1, 2 * self.config.linear_num_value_heads)
-        return u, both[:, self.channels :], ba
+        return u.reshape(batch, -1, self.channels), z, ba
 
     def prefill(self, io: GraphIO, x: Tensor, num_valid: Tensor) -> Tensor:
         """A chunk of one sequence: rows at or after ``num_valid`` never reach the state."""

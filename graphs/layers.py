@@ -153,6 +153,5 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[M, H]`` to ``[M, H]``."""
-        both = self.gate_up(x)
-        gate, up = both[:, : self.inner], both[:, self.inner :]
+        gate, up = self.gate_up(x).split([self.inner, self.inner], dim=1)
         return self.down(torch.nn.functional.silu(gate) * up)  # type: ignore[no-any-return]
