@@ -75,6 +75,7 @@ def _add_outputs(gb: Any, operator: Operator, values: list[Any], example: Any) -
     outputs = operator.onnx(gb.op, *values)
     shapes = promised_shapes(operator, example)
     for i, (value, shape) in enumerate(zip(each(outputs), shapes, strict=True)):
+        value = gb.op.Identity(value)  # a form may answer with its input
         value.type = value.type or ir.TensorType(ir.DataType.FLOAT)
         value.shape = ir.Shape(shape)
         gb.add_output(value, f"out{i}")

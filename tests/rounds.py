@@ -73,6 +73,7 @@ def record(
         drafts = {}
         for slot, (given, right) in enumerate(plan):
             drafts[slot] = list(futures[slot][emitted[slot] : emitted[slot] + given])
+            assert len(drafts[slot]) == given, "the future is too short for the script"
             if right < given:
                 drafts[slot][right] ^= 1
         results = session.step(drafts)

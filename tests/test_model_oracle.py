@@ -119,7 +119,7 @@ def test_the_shape_of_the_smallest_published_model_has_the_logits_of_transformer
     checkpoint = write_checkpoint(tmp_path / "checkpoint", tiny_config(**PUBLISHED))
     prompt, script = _prompt(CHUNK + 9, PUBLISHED["vocab_size"]), ((3, 3), (3, 1), (3, 0))
     reference = Reference(checkpoint, threads=2)
-    future = reference.continuation(prompt, 8)
+    future = reference.continuation(prompt, 10)
     expected = reference.logits([*prompt, *future]).clone()
     del reference  # one copy of the model in memory at a time
     session = Session(package(checkpoint, prefill_chunk=CHUNK), threads=2, keep_logits=True)
