@@ -16,7 +16,7 @@ import onnxruntime as ort
 
 from qwen_mtp.errors import PackageError, RequestError
 from qwen_mtp.graphs.manifest import REMEDY
-from qwen_mtp.graphs.spec import GraphSpec, TensorSpec
+from qwen_mtp.graphs.spec import GraphSpec, StateSpec, TensorSpec
 from qwen_mtp.runtime.package import Package
 
 Array = npt.NDArray[Any]
@@ -63,7 +63,7 @@ class Engine:
         self._session = self._load(threads or len(os.sched_getaffinity(0)))
         self._release_pages()
         self._states = {
-            (s.name, parity): np.zeros(s.shape, np.float32)
+            (s.name, parity): _state(s)
             for s in package.manifest.states
             for parity in range(2 if s.kind == "stash" else 1)
         }
@@ -199,3 +199,12 @@ class Engine:
         if key not in self._buffers:
             self._buffers[key] = np.zeros(tensor.shape, tensor.dtype)
         return self._buffers[key]
+
+
+def _state(spec: StateSpec) -> npt.NDArray[np.float32]:
+    """A zeroed state tensor; a pool takes memory page by page as contexts grow."""
+    if spec.per_slot:
+        return np.zeros(spec.shape, np.float32)
+    memory = mmap.mmap(-1, spec.nbytes)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)  # a huge page would be taken for a single block
+    return np.frombuffer(memory, np.float32).reshape(spec.shape)
