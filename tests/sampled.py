@@ -1,7 +1,7 @@
-"""Many short sampled runs after one prompt, and the law that their tokens must follow.
+"""Many short sampled runs after one prompt.
 
 The prompt is prefilled once into every slot; a run starts from the state after it, under its own
-seed, as soon as a slot is free. The law is the target's, from plain passes over forced tokens.
+seed, as soon as a slot is free.
 """
 
 from collections import Counter
@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from scipy import stats
 
 from qwen_mtp.custom_ops.rejection import Sampling, ban_stops, candidates
 from qwen_mtp.runtime.engine import Engine
@@ -23,8 +22,7 @@ from tests.packages import TRAINED, package
 
 Prefix: TypeAlias = tuple[int, ...]
 Floats: TypeAlias = npt.NDArray[np.float64]
-K, SLOTS, FLOOR = 3, 16, 5.0
-DESCEND, IMPOSSIBLE, REST = -1, -2, -3
+K, SLOTS = 3, 16
 # After this and the greedy token that follows, the head's drafts are sometimes refused at a low
 # temperature and all kept now and then at a high one.
 TEXT = " denominator = 1\n                    decimal ="
@@ -164,127 +162,6 @@ class Bench:
     def close(self) -> None:
         for slot in range(SLOTS):
             self.session.release(slot)
-
-
-class Target:
-    """The target's law after the prompt, a row at a time."""
-
-    def __init__(self, format: str = "fp32") -> None:
-        self.format = format
-        self._rows: dict[Prefix, npt.NDArray[np.float32]] = {}
-
-    def load(self, prefixes: Sequence[Prefix]) -> None:
-        new = [p for p in dict.fromkeys(prefixes) if p not in self._rows]
-        if new:
-            bench = Bench(0, self.format)
-            self._rows |= dict(zip(new, bench.rows_after(new), strict=True))
-            bench.close()
-
-    def law(self, ask: Ask, prefix: Prefix) -> Floats:
-        return ask.law(self._rows[prefix], 1 + len(prefix))
-
-
-class Bins:
-    """The tree of continuations cut where ``count`` runs would leave fewer than FLOOR in a bin.
-
-    What is rarer is put together with its likeliest siblings, so the tail of every row that is
-    reached often has bins of its own.
-    """
-
-    def __init__(self, target: Target, ask: Ask, length: int, count: int) -> None:
-        self.chances: list[float] = []
-        self._tables: dict[Prefix, npt.NDArray[np.int64]] = {}
-        self._rest, level = 0.0, {(): 1.0}
-        for depth in range(length):
-            target.load([*level])
-            grown: dict[Prefix, float] = {}
-            for prefix, mass in level.items():
-                law = target.law(ask, prefix) * mass
-                table = self._tables[prefix] = self._cut(law, count)
-                for token in (
-                    np.flatnonzero(law * count >= 2 * FLOOR) if depth < length - 1 else ()
-                ):
-                    table[token] = DESCEND
-                    grown[(*prefix, int(token))] = law[token]
-            level = grown
-        self._settle(count)
-
-    def _cut(self, law: Floats, count: int) -> npt.NDArray[np.int64]:
-        """A bin for each token of a row; tokens that will be split further get theirs later."""
-        table = np.full(law.size, IMPOSSIBLE)
-        order, first, mass = np.argsort(-law, kind="stable")[: np.count_nonzero(law)], 0, 0.0
-        for last, chance in enumerate(law[order].tolist(), 1):
-            mass += chance
-            if mass * count >= FLOOR:
-                table[order[first:last]] = len(self.chances)
-                self.chances.append(mass)
-                first, mass = last, 0.0
-        table[order[first:]] = REST
-        self._rest += mass
-        return table
-
-    def _settle(self, count: int) -> None:
-        """Empty the bins that were split, and give the rest of all rows a bin."""
-        used = np.unique(np.concatenate([*self._tables.values()]))
-        self._names = {int(old): new for new, old in enumerate(used[used >= 0])}
-        self.chances = [self.chances[old] for old in self._names]
-        self._names[REST] = len(self.chances)
-        if self._rest * count >= FLOOR:
-            self.chances.append(self._rest)
-        else:
-            self._names[REST] = int(np.argmax(self.chances))
-            self.chances[self._names[REST]] += self._rest
-
-    def counts(self, runs: Sequence[Run]) -> npt.NDArray[np.int64] | None:
-        """Runs in each bin; None if one of them cannot have happened."""
-        found = np.zeros(len(self.chances), np.int64)
-        for run in runs:
-            depth = 0
-            while (place := self._tables[(*run.tokens[:depth],)][run.tokens[depth]]) == DESCEND:
-                depth += 1
-            if place == IMPOSSIBLE:
-                return None
-            found[self._names[int(place)]] += 1
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class Gap:
-    """A chi-square statistic and its degrees of freedom; those of independent runs add up."""
-
-    square: float = 0.0
-    freedom: int = 0
-
-    def __add__(self, other: "Gap") -> "Gap":
-        return Gap(self.square + other.square, self.freedom + other.freedom)
-
-    @property
-    def p(self) -> float:
-        if self.freedom == 0:
-            return float(self.square == 0)
-        return float(stats.chi2.sf(self.square, self.freedom))
-
-
-def agreement(target: Target, runs: Sequence[Run], length: int) -> Gap:
-    """The first ``length`` tokens of runs with one ask against the target's law."""
-    bins = Bins(target, runs[0].ask, length, len(runs))
-    found, chances = bins.counts(runs), np.array(bins.chances)
-    if found is None:
-        return Gap(np.inf)
-    expected = chances / chances.sum() * found.sum()
-    return Gap(float(((found - expected) ** 2 / expected).sum()), len(chances) - 1)
-
-
-def likeness(target: Target, a: Sequence[Run], b: Sequence[Run], length: int) -> Gap:
-    """Two sets of runs with one ask against each other, whatever their law is."""
-    bins = Bins(target, a[0].ask, length, min(len(a), len(b)))
-    found = [bins.counts(a), bins.counts(b)]
-    if any(counts is None for counts in found):
-        return Gap(np.inf)
-    table = np.array(found)
-    table = table[:, table.sum(0) > 0]
-    expected = np.outer(table.sum(1), table.sum(0)) / table.sum()
-    return Gap(float(((table - expected) ** 2 / expected).sum()), table.shape[1] - 1)
 
 
 def by_ask(runs: Sequence[Run]) -> dict[Ask, list[Run]]:
