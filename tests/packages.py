@@ -1,7 +1,9 @@
 """Exports small packages for tests, once per choice of checkpoint and geometry."""
 
+import atexit
 from functools import cache
 from pathlib import Path
+from shutil import rmtree
 from tempfile import mkdtemp
 from typing import Any
 
@@ -24,8 +26,10 @@ _DEFAULTS: dict[str, Any] = {
 
 @cache
 def scratch() -> Path:
-    """A directory for the whole test run; the operating system's temporary folder owns it."""
-    return Path(mkdtemp(prefix="qwen-mtp-tests-"))
+    """A directory for the whole test run, removed at its end."""
+    path = Path(mkdtemp(prefix="qwen-mtp-tests-"))
+    atexit.register(rmtree, path, ignore_errors=True)
+    return path
 
 
 @cache
