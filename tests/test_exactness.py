@@ -9,7 +9,7 @@ import string
 import textwrap
 import wave
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import count as counter
 from pathlib import Path
@@ -157,6 +157,15 @@ def test_max_tokens_may_end_at_any_place_of_a_round(k: int) -> None:
             assert differences(truth, track, most) == []
 
 
+@pytest.fixture
+def one_torch_thread() -> Iterator[None]:
+    """Small products on several threads spend their time waiting for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @cache
 def written_prompts() -> list[list[int]]:
     """Beginnings of sources of the standard library, in the tokens of the bundled checkpoint."""
@@ -166,6 +175,7 @@ def written_prompts() -> list[list[int]]:
     return [tokenizer.encode(text[:400]).ids[: 20 + 9 * i] for i, text in enumerate(texts)]
 
 
+@pytest.mark.usefixtures("one_torch_thread")
 @pytest.mark.parametrize("source", ["random", "trained"])
 def test_speculation_gives_the_greedy_output_of_transformers(
     source: str, record_property: Callable[[str, object], None]
