@@ -117,8 +117,13 @@ def transitions(tracks: Sequence[Track]) -> set[tuple[int, int]]:
 
 @cache
 def five_lookaheads(format: str) -> Package:
-    """A random model with every K of :data:`KS`, one slot, contexts up to :data:`LIMIT`."""
-    return package(random_checkpoint(), lookaheads=KS, max_model_len=LIMIT, format=format)
+    """A random model with every K of :data:`KS`, one slot, contexts up to :data:`LIMIT`.
+
+    Quantised models have two layers: they are exported for their products alone.
+    """
+    few = {} if format == "fp32" else {"num_hidden_layers": 2, "full_attention_interval": 2}
+    model = random_checkpoint(**few)
+    return package(model, lookaheads=KS, max_model_len=LIMIT, format=format)
 
 
 @cache
