@@ -160,6 +160,7 @@ def staged(package: Path, *, overwrite: bool) -> Iterator[Path]:
             with _disk_errors(package, staging):
                 yield staging
             staging.chmod(0o755)
+            _check_target(package, overwrite)  # the export took its time
             _swap(staging, target, old)
         finally:
             shutil.rmtree(staging, ignore_errors=True)

@@ -19,7 +19,7 @@ from qwen_mtp.errors import MissingExtraError, PackageError, QwenMtpError, Verif
 from qwen_mtp.progress import Lines, Progress, Silent
 
 EXIT_ERROR, EXIT_VERIFICATION = 1, 3
-DIRECTORY = click.Path(path_type=Path)
+DIRECTORY = click.Path(path_type=Path, readable=False)  # what cannot be read exits with 1
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 quiet_option = click.option("-q", "--quiet", is_flag=True, help="No progress.")
 threads_option = click.option(

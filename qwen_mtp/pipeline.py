@@ -1,5 +1,6 @@
 """``export_package``: checkpoint to verified package in one call."""
 
+import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from os import PathLike
@@ -75,7 +76,7 @@ def export_package(
         block_size=block_size,
         prefill_chunk=prefill_chunk,
     )
-    target = Path(package)
+    target = Path(os.path.abspath(package))  # making it may replace the working directory
     with staged(target, overwrite=overwrite) as staging:
         write_package(plan, staging, progress)
         if verify:
