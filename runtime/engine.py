@@ -5,6 +5,7 @@ and output, so pools, windows and recurrent state change in place; the stash of 
 buffers that take turns, because a graph writes the new one before it has read the old one.
 """
 
+import math
 import mmap
 import os
 from dataclasses import dataclass, field
@@ -57,9 +58,8 @@ class Engine:
         self.package = package
         self._path = package.directory / package.manifest.model_file
         self._keep_logits = keep_logits
-        self._weights = np.memmap(
-            package.directory / package.manifest.weights_file, np.uint8, mode="r"
-        )
+        with open(package.directory / package.manifest.weights_file, "rb") as file:
+            self._weights = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._session = self._load(threads or len(os.sched_getaffinity(0)))
         self._release_pages()
         self._states = {
@@ -80,8 +80,9 @@ class Engine:
         options.log_severity_level = 4  # errors are raised, with all that the log would say
         self._initializers = []  # the session reads them as long as it lives
         for tensor in self.package.manifest.weights:
-            data = self._weights[tensor.offset : tensor.offset + tensor.nbytes]
-            value = ort.OrtValue.ortvalue_from_numpy(data.view(tensor.dtype).reshape(tensor.shape))
+            count = math.prod(tensor.shape)
+            data = np.frombuffer(self._weights, tensor.dtype, count, tensor.offset)
+            value = ort.OrtValue.ortvalue_from_numpy(data.reshape(tensor.shape))
             self._initializers.append(value)
             options.add_initializer(tensor.name, value)
         try:
@@ -101,7 +102,7 @@ class Engine:
         The kernels hold packed copies; all they still read is a few embedding rows a run, but
         each of them may map a whole large page. What is needed again is mapped again.
         """
-        self._weights._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
+        self._weights.madvise(mmap.MADV_DONTNEED)
 
     def buffer(self, graph: str, name: str) -> Array:
         """The buffer of an input or output that is neither state nor block table.
