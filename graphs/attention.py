@@ -79,8 +79,8 @@ class Attention(nn.Module):
         heads, kv_heads, dim = self.heads, self.kv_heads, self.dim
         both = self.qkv(x).view(batch, rows, -1)
         sizes = [2 * heads * dim, kv_heads * dim, kv_heads * dim]
-        gated, key, value = both.split(sizes, dim=2)
-        query, gate = gated.reshape(batch, rows, heads, 2 * dim).split([dim, dim], dim=3)
+        gated, key, value = torch.split(both, sizes, dim=2)
+        query, gate = torch.split(gated.reshape(batch, rows, heads, 2 * dim), [dim, dim], dim=3)
         query = ops.rotary_embedding(self.q_norm(query), cos, sin)
         key = self.k_norm(key.reshape(batch, rows, kv_heads, dim))
         key = ops.rotary_embedding(key, cos, sin)

@@ -56,13 +56,13 @@ class DeltaNet(nn.Module):
         c = self.config
         batch, rows, _ = mixed.shape
         keys, dim, heads = c.linear_num_key_heads, c.linear_key_head_dim, c.linear_num_value_heads
-        qk, v = mixed.split([2 * keys * dim, self.value_size], dim=2)
+        qk, v = torch.split(mixed, [2 * keys * dim, self.value_size], dim=2)
         # x / sqrt(sum x^2 + eps) written as an RMS norm, which is one kernel
         unit = torch.full((dim,), dim**-0.5)
         qk = ops.rms_norm(qk.reshape(batch, rows, 2 * keys, dim), unit, L2_EPS / dim)
-        q, k = qk.split([keys, keys], dim=2)
+        q, k = torch.split(qk, [keys, keys], dim=2)
         v = v.reshape(batch, rows, heads, c.linear_value_head_dim)
-        b, a = ba.split([heads, heads], dim=2)
+        b, a = torch.split(ba, [heads, heads], dim=2)
         softened = torch.nn.functional.softplus(a + self.dt_bias.weight)
         return Gated(q, k, v, self.decay.weight * softened, torch.sigmoid(b))
 
@@ -76,7 +76,7 @@ class DeltaNet(nn.Module):
 
     def _enter(self, x: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
         """Projections: u ``[B, R, C]``, z ``[B * R, Vd]``, b and a ``[B, R, 2 Nv]``."""
-        u, z = self.qkvz(x).split([self.channels, self.value_size], dim=1)
+        u, z = torch.split(self.qkvz(x), [self.channels, self.value_size], dim=1)
         ba = self.ba(x).view(batch, -1, 2 * self.config.linear_num_value_heads)
         return u.reshape(batch, -1, self.channels), z, ba
 

@@ -153,5 +153,5 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[M, H]`` to ``[M, H]``."""
-        gate, up = self.gate_up(x).split([self.inner, self.inner], dim=1)
+        gate, up = torch.split(self.gate_up(x), [self.inner, self.inner], dim=1)
         return self.down(torch.nn.functional.silu(gate) * up)  # type: ignore[no-any-return]
