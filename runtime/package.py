@@ -83,14 +83,19 @@ def _check_numbers(root: Path, manifest: PackageManifest) -> None:
 
 
 def _check_weights(root: Path, manifest: PackageManifest) -> None:
-    """Every tensor must lie inside the weight file, aligned for its type."""
-    if not manifest.weights:
-        raise _odd(root, "weights", (), "must hold the tensors of the model")
+    """Tensors must follow each other page by page and fill the file; others are second names."""
     (size,) = {file.bytes for file in manifest.files if file.path == manifest.weights_file}
+    placed: dict[int, int] = {}
+    end = 0
     for tensor in manifest.weights:
-        fits = tensor.offset >= 0 and tensor.offset + tensor.nbytes <= size
-        if not fits or tensor.offset % PAGE or min(tensor.shape, default=1) < 1:
-            raise _odd(root, f"weights: {tensor.name}", tensor.shape, "contradicts the file")
+        follows = tensor.offset == -(-end // PAGE) * PAGE and min(tensor.shape, default=1) > 0
+        if not follows and placed.get(tensor.offset) != tensor.nbytes:
+            place = (tensor.shape, tensor.offset)
+            raise _odd(root, f"weights: {tensor.name}", place, "which leaves a gap or overlaps")
+        placed[tensor.offset] = tensor.nbytes
+        end = max(placed) + placed[max(placed)]
+    if end != size or not placed:
+        raise _odd(root, "weights", f"{end} bytes", f"the file has {size}")
 
 
 def _odd(root: Path, name: str, found: object, wanted: str) -> PackageError:

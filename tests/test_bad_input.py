@@ -389,10 +389,14 @@ PACKAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "states": (manifest_change(("states", 0, "kind"), "ssm"), ["states contradict"]),
     "weight place": (manifest_change(("weights", 0, "offset"), 10**12), ["weights: ", AGAIN]),
     "weight size": (manifest_change(("weights", 0, "shape", 0), 10**9), ["weights: ", AGAIN]),
-    "no weights": (manifest_change(("weights",), []), ["weights is ()", AGAIN]),
-    "other weights": (
-        manifest_change(("weights", 0, "shape", 0), 3),
-        ["model.onnx: ", "run qwen-mtp verify"],
+    "no weights": (
+        manifest_change(("weights",), []),
+        ["weights is '0 bytes', the file has", AGAIN],
+    ),
+    "weight overlap": (manifest_change(("weights", 1, "offset"), 0), ["weights: ", "overlaps"]),
+    "weight shape": (
+        manifest_change(("weights", 0, "shape"), [2048 * 32]),
+        ["model.onnx: prefill stopped (", "run qwen-mtp verify"],
     ),
     "outside": (manifest_change(("files", 0, "path"), "../x"), ["../x lies outside the package"]),
     "absolute": (manifest_change(("files", 0, "path"), "/x"), ["/x lies outside the package"]),
