@@ -1,5 +1,6 @@
 """The commands inside this process, and the small model that they export and run in tests."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -127,3 +128,34 @@ def flip(path: Path, place: int) -> None:
     data = bytearray(path.read_bytes())
     data[place] ^= 0x55
     path.write_bytes(data)
+
+
+def rejected(directory: Path, out: Path, *options: str) -> Result:
+    """An export that must leave no trace."""
+    with untouched(out):
+        return qwen_mtp_export(directory, out / "new" / "package", "--no-verify", *options)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every value in a JSON document; of a list, the first two."""
+    if path:
+        yield path
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from places(inner, (*path, name))
+    elif isinstance(value, list):
+        for i, inner in enumerate(value[:2]):
+            yield from places(inner, (*path, i))
+
+
+def with_value(document: str, path: tuple[Any, ...], value: Any) -> Any:
+    """The document with one value replaced; with ``...``, removed."""
+    whole = json.loads(document)
+    holder = whole
+    for step in path[:-1]:
+        holder = holder[step]
+    if value is ...:
+        del holder[path[-1]]
+    else:
+        holder[path[-1]] = value
+    return whole

@@ -1,99 +1,52 @@
-"""``LLM`` over a real package: answers, streams, stops, slots, seeds and failures."""
+"""``LLM`` over a real package: what it takes, what it streams, where answers end."""
 
 import dataclasses
 import json
-import math
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
 from qwen_mtp.config import GenerationDefaults
 from qwen_mtp.errors import RequestError
 from qwen_mtp.runtime.llm import LLM
-from qwen_mtp.runtime.outputs import Delta, RequestOutput
-from qwen_mtp.runtime.package import Package
 from qwen_mtp.runtime.sampling import SamplingParams
-from qwen_mtp.runtime.session import Proposals, Session, StepResult
-from tests.commands import package_copy, two_slots, verified_package
+from qwen_mtp.runtime.session import Session, StepResult
+from tests.answers import (
+    LONG,
+    PROMPT,
+    PROMPTS,
+    K,
+    accept_all,
+    first_seen,
+    greedy,
+    joined,
+    loaded,
+    reason,
+    session_of,
+    texts,
+    tokens,
+    with_manifest,
+)
+from tests.commands import two_slots
 
-K = 3
-PROMPT = [5, 6, 7]
-PROMPTS = [[5, 6, 7], [300, 2], list(range(40, 60)), [9], [1000, 1001, 1002, 1003]]
-LONG = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+@pytest.fixture
+def llm() -> LLM:
+    return loaded(two_slots())
 
 
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM(two_slots(), threads=1) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def one_slot() -> Iterator[LLM]:
-    with LLM(verified_package(), threads=1) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def truth(llm: LLM) -> tuple[int, ...]:
     """The greedy continuation of ``PROMPT``."""
     return tokens(llm.generate(PROMPT, LONG)[0])
 
 
-def tokens(output: RequestOutput) -> tuple[int, ...]:
-    return output.outputs[0].token_ids
-
-
-def texts(outputs: Sequence[RequestOutput]) -> list[str]:
-    return [output.outputs[0].text for output in outputs]
-
-
-def reason(output: RequestOutput) -> tuple[Any, Any]:
-    return output.outputs[0].finish_reason, output.outputs[0].stop_reason
-
-
-def greedy(**changes: Any) -> SamplingParams:
-    return dataclasses.replace(LONG, **changes)
-
-
-def session_of(llm: LLM) -> Session:
-    assert llm._session is not None
-    return llm._session
-
-
-def with_manifest(patch: pytest.MonkeyPatch, llm: LLM, **changes: Any) -> None:
-    manifest = msgspec.structs.replace(llm.package.manifest, **changes)
-    patch.setattr(llm, "package", dataclasses.replace(llm.package, manifest=manifest))
-
-
 @pytest.fixture
-def all_accepted(
-    llm: LLM, truth: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> Callable[[], list[int]]:
-    """Every draft is the true next token, so a round commits K + 1; tells the rounds' sizes."""
-    real, sizes = Session.step, []
-
-    def step(self: Session, drafts: Proposals | None = None) -> dict[int, StepResult]:
-        given = {}
-        for slot, sequence in self._slots.items():
-            given[slot] = truth[sequence.emitted : sequence.emitted + K]
-        results = real(self, given)
-        sizes.extend(len(result.tokens) for result in results.values())
-        return results
-
-    monkeypatch.setattr(Session, "step", step)
-    return lambda: sizes
-
-
-def first_seen(truth: Sequence[int], places: Sequence[int]) -> list[int]:
-    """Places whose token does not occur before."""
-    return [i for i in places if truth[i] not in truth[:i]]
+def accepted(truth: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Every draft is right; the sizes of the rounds, as they come."""
+    return accept_all(monkeypatch, truth)
 
 
 # --- what goes in ---------------------------------------------------------------------------
@@ -186,11 +139,6 @@ def test_without_parameters_the_packages_own_count(
 # --- streams --------------------------------------------------------------------------------
 
 
-def joined(deltas: Sequence[Delta], index: int = 0) -> tuple[tuple[int, ...], str]:
-    own = [delta for delta in deltas if delta.index == index]
-    return tuple(t for d in own for t in d.token_ids), "".join(delta.text for delta in own)
-
-
 def test_deltas_joined_are_the_answers_of_generate(llm: LLM) -> None:
     several = [greedy(max_tokens=n) for n in (3, 24, 11, 1, 17)]
     answers = llm.generate(PROMPTS, several)
@@ -262,7 +210,7 @@ def spanning_stop(llm: LLM, truth: Sequence[int]) -> tuple[int, str, str]:
 
 
 def test_a_stop_text_across_two_tokens_never_shows(
-    llm: LLM, truth: tuple[int, ...], all_accepted: Callable[[], list[int]]
+    llm: LLM, truth: tuple[int, ...], accepted: list[int]
 ) -> None:
     place, stop, before = spanning_stop(llm, truth)
     deltas = list(llm.stream(PROMPT, greedy(stop=stop)))
@@ -272,7 +220,7 @@ def test_a_stop_text_across_two_tokens_never_shows(
     for delta in deltas:
         shown += delta.text
         assert before.startswith(shown)
-    assert max(all_accepted()) == K + 1
+    assert max(accepted) == K + 1
     other = llm.generate(PROMPT, greedy(stop=[stop, "never"]))[0]
     assert (tokens(other), other.outputs[0].text) == joined(deltas)
 
@@ -284,7 +232,7 @@ def test_a_stop_text_across_two_tokens_never_shows(
 def test_a_stop_at_each_index_of_an_accepted_run_ends_there(
     llm: LLM,
     truth: tuple[int, ...],
-    all_accepted: Callable[[], list[int]],
+    accepted: list[int],
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
 ) -> None:
@@ -302,29 +250,29 @@ def test_a_stop_at_each_index_of_an_accepted_run_ends_there(
         assert reason(output) == ("stop", truth[place] if kind == "stop id" else None)
         assert output.outputs[0].text == llm.text.decode(truth[:place])
         assert output.finished
-    assert max(all_accepted()) == K + 1
+    assert max(accepted) == K + 1
 
 
 def test_a_cap_inside_an_accepted_run_cuts_it(
-    llm: LLM, truth: tuple[int, ...], all_accepted: Callable[[], list[int]]
+    llm: LLM, truth: tuple[int, ...], accepted: list[int]
 ) -> None:
     for cap in range(1, 2 * K + 4):
         output = llm.generate(PROMPT, greedy(max_tokens=cap))[0]
         assert (tokens(output), reason(output)) == (truth[:cap], ("length", None))
         assert output.outputs[0].text == llm.text.decode(truth[:cap])
-    assert max(all_accepted()) == K + 1
+    assert max(accepted) == K + 1
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_a_stop_at_the_cap_beats_it_and_one_behind_it_is_never_seen(
-    llm: LLM, truth: tuple[int, ...], all_accepted: Callable[[], list[int]], after: int
+    llm: LLM, truth: tuple[int, ...], accepted: list[int], after: int
 ) -> None:
     stop = first_seen(truth, range(4, 9))[0]
     cap = stop + 1 - after
     output = llm.generate(PROMPT, greedy(max_tokens=cap, stop_token_ids=[truth[stop]]))[0]
     assert tokens(output) == truth[:cap]
     assert reason(output) == (("length", None) if after else ("stop", truth[stop]))
-    assert max(all_accepted()) > 1
+    assert max(accepted) > 1
 
 
 @pytest.mark.parametrize("accept", [True, False], ids=["all accepted", "own drafts"])
@@ -332,7 +280,7 @@ def test_the_end_of_the_context_ends_the_answer_exactly_there(
     llm: LLM, accept: bool, request: pytest.FixtureRequest
 ) -> None:
     if accept:
-        request.getfixturevalue("all_accepted")
+        request.getfixturevalue("accepted")
     for length in (1, 40, 58, 59, 60, 61, 62, 63):
         prompt = [*PROMPT, *[8] * (length - 3)][:length]
         output = llm.generate(prompt, greedy(max_tokens=None))[0]
@@ -364,183 +312,3 @@ def test_min_tokens_with_more_stop_ids_than_the_graph_takes_is_refused(llm: LLM)
     params = greedy(min_tokens=2, stop_token_ids=range(17))
     with pytest.raises(RequestError, match="17 stop ids: at most 16"):
         llm.generate(PROMPT, params)
-
-
-# --- slots ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("slots", [1, 2])
-def test_more_prompts_than_slots_are_all_answered_in_order(
-    llm: LLM, one_slot: LLM, slots: int
-) -> None:
-    runs = {1: one_slot, 2: llm}[slots]
-    several = [greedy(max_tokens=n) for n in (2, 20, 7, 1, 12)]
-    together = runs.generate(PROMPTS, several)
-    assert [o.prompt_token_ids for o in together] == [tuple(p) for p in PROMPTS]
-    alone = [runs.generate(p, s)[0] for p, s in zip(PROMPTS, several, strict=True)]
-    assert [o.outputs for o in together] == [o.outputs for o in alone]
-    assert len(session_of(runs).free_slots) == slots
-
-
-def test_a_free_slot_is_filled_before_the_other_one_is_done(llm: LLM) -> None:
-    order = [d.index for d in llm.stream(PROMPTS[:3], [greedy(max_tokens=n) for n in (2, 24, 2)])]
-    assert order.index(2) < len(order) - 1 - order[::-1].index(1)
-
-
-def test_without_speculation_greedy_answers_are_the_same(llm: LLM) -> None:
-    plain = LLM(two_slots(), threads=1, num_speculative_tokens=0)
-    fewer = LLM(two_slots(), threads=1, num_speculative_tokens=1)
-    expected = [o.outputs for o in plain.generate(PROMPTS, LONG)]
-    assert [o.outputs for o in llm.generate(PROMPTS, LONG)] == expected
-    assert [o.outputs for o in fewer.generate(PROMPTS, LONG)] == expected
-    stats = plain.generate(PROMPT, LONG)[0].stats
-    assert (stats.target_passes, stats.drafted, stats.tokens_per_pass) == (23, (), 1.0)
-
-
-def test_stats_count_what_the_rounds_did(
-    llm: LLM, truth: tuple[int, ...], all_accepted: Callable[[], list[int]]
-) -> None:
-    stats = llm.generate(PROMPT, greedy(max_tokens=2 * K + 3))[0].stats
-    assert stats.target_passes == 2
-    assert stats.committed == 2 * (K + 1)
-    assert stats.drafted == stats.accepted == (2, 2, 2)
-    assert stats.accepted_histogram == (0, 0, 0, 2)
-    assert min(stats.ms_prefill, stats.ms_draft, stats.ms_verify, stats.ms_host) > 0
-
-
-def test_a_closed_model_refuses_and_may_be_closed_again() -> None:
-    with LLM(verified_package(), threads=1) as closed:
-        pass
-    closed.close()
-    for action in (closed.generate, lambda p: next(closed.stream(p))):
-        with pytest.raises(RequestError, match="this LLM is closed: make a new one"):
-            action(PROMPT)
-
-
-def test_closing_a_stream_early_frees_its_slots(llm: LLM, truth: tuple[int, ...]) -> None:
-    for rounds in (1, 2, 3, 4):
-        stream = llm.stream(PROMPTS, LONG)
-        for _ in range(rounds):
-            next(stream)
-        stream.close()  # type: ignore[attr-defined]
-        assert len(session_of(llm).free_slots) == 2
-    assert tokens(llm.generate(PROMPT, LONG)[0]) == truth
-
-
-def test_a_second_stream_is_refused_and_the_first_goes_on(llm: LLM) -> None:
-    stream = llm.stream(PROMPT, LONG)
-    started = [next(stream)]
-    with pytest.raises(RequestError, match="another stream of this LLM is not finished"):
-        next(llm.stream(PROMPTS[1]))
-    with pytest.raises(RequestError, match="another stream of this LLM is not finished"):
-        llm.generate(PROMPTS[1])
-    whole = joined([*started, *stream])
-    answer = llm.generate(PROMPT, LONG)[0]
-    assert whole == (tokens(answer), answer.outputs[0].text)
-
-
-@pytest.mark.parametrize("place", ["prefill", "step"])
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_an_exception_in_a_round_leaves_the_model_usable(
-    llm: LLM,
-    truth: tuple[int, ...],
-    monkeypatch: pytest.MonkeyPatch,
-    place: str,
-    error: type[BaseException],
-) -> None:
-    calls = []
-
-    def failing(graph: str, *given: Any) -> None:
-        calls.append(graph)
-        if (len(calls) > 5) if place == "step" else (graph == "prefill" and len(calls) > 1):
-            raise error("halfway")
-        run(graph, *given)
-
-    run = session_of(llm).engine.run
-    with monkeypatch.context() as patch:
-        patch.setattr(session_of(llm).engine, "run", failing)
-        with pytest.raises(error, match="halfway"):
-            llm.generate(PROMPTS, LONG)
-    assert len(session_of(llm).free_slots) == 2
-    assert tokens(llm.generate(PROMPT, LONG)[0]) == truth
-
-
-# --- chance ---------------------------------------------------------------------------------
-
-
-def test_a_seed_repeats_a_text_alone_and_in_a_batch_and_others_differ(llm: LLM) -> None:
-    def params(seed: int | None) -> SamplingParams:
-        return SamplingParams(temperature=1.0, seed=seed, max_tokens=12, ignore_eos=True)
-
-    alone = [llm.generate(PROMPT, params(seed))[0] for seed in (1, 2, 3, 2**64 - 1)]
-    assert len({tokens(output) for output in alone}) == 4
-    batched = llm.generate([PROMPT] * 4, [params(seed) for seed in (1, 2, 3, 2**64 - 1)])
-    assert [o.outputs for o in batched] == [o.outputs for o in alone]
-    drawn = llm.generate([PROMPT] * 2, params(None))
-    assert drawn[0].seed != drawn[1].seed
-    assert tokens(drawn[0]) != tokens(drawn[1])
-    assert llm.generate(PROMPT, params(drawn[1].seed))[0].outputs == drawn[1].outputs
-
-
-# --- damage ---------------------------------------------------------------------------------
-
-
-def with_nan(directory: Path, name: str) -> Path:
-    """A package whose stored tensor begins with a NaN."""
-    path = package_copy(directory)
-    stored = {t.name: t for t in Package.open(path).manifest.weights}[name]
-    weights = np.memmap(path / "weights.bin", np.uint8, mode="r+")
-    values = weights[stored.offset : stored.offset + stored.nbytes].view(np.float32)
-    values[0] = math.nan
-    weights.flush()
-    return path
-
-
-def test_nan_weights_are_an_error_and_never_a_token(tmp_path: Path) -> None:
-    with LLM(with_nan(tmp_path, "target.layers.0.input_norm.weight"), threads=1) as damaged:
-        for params in (LONG, SamplingParams(temperature=1.0)):
-            shown: list[Delta] = []
-            with pytest.raises(RequestError, match=r"NaN logits after position \d+; run qwen-mtp"):
-                shown.extend(damaged.stream(PROMPT, params))
-            assert shown == []
-        assert len(session_of(damaged).free_slots) == 1
-
-
-def test_a_nan_in_the_drafter_changes_no_answer(tmp_path: Path, one_slot: LLM) -> None:
-    with LLM(with_nan(tmp_path, "mtp.embedding_norm.weight"), threads=1) as damaged:
-        found, whole = damaged.generate(PROMPT, LONG)[0], one_slot.generate(PROMPT, LONG)[0]
-    assert found.outputs == whole.outputs
-    assert found.stats.drafted[0] > 0
-
-
-def test_a_nan_in_the_middle_of_an_answer_frees_every_slot(
-    llm: LLM, truth: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = session_of(llm).engine
-    stream = llm.stream(PROMPTS[:2], LONG)
-    shown = [next(stream) for _ in range(4)]
-    for slot in range(2):
-        engine.state("layers.0.ssm")[slot] = math.nan
-    with pytest.raises(RequestError, match="NaN logits"):
-        shown.extend(stream)
-    assert all(-1 not in delta.token_ids for delta in shown)
-    assert len(session_of(llm).free_slots) == 2
-    assert tokens(llm.generate(PROMPT, LONG)[0]) == truth
-
-
-BARE = """
-import sys
-for name in ("torch", "onnx", "onnx_ir", "onnxscript", "transformers", "safetensors"):
-    sys.modules[name] = None
-from qwen_mtp import LLM, SamplingParams
-with LLM(sys.argv[1], threads=1) as llm:
-    (output,) = llm.generate("Once upon", SamplingParams(temperature=0, max_tokens=4))
-assert len(output.outputs[0].token_ids) == 4
-print([m for m in sys.modules if m.split(".")[0] == "torch" and sys.modules[m] is not None])
-"""
-
-
-def test_a_package_runs_where_the_export_tools_are_not_installed() -> None:
-    command = [sys.executable, "-W", "error", "-c", BARE, str(verified_package())]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
