@@ -1,5 +1,6 @@
 """What ``inspect`` and ``--dry-run`` show: plans, packages and checkpoints as text or JSON."""
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -97,7 +98,7 @@ def describe_plan(plan: "Plan") -> Description:
     """What an export would do."""
     return Description(
         what="plan",
-        path=str(plan.checkpoint.directory),
+        path=_shown(plan.checkpoint.directory),
         config=plan.config,
         geometry=plan.geometry,
         graphs=plan.composer.specs,
@@ -116,7 +117,7 @@ def describe_package(package: Package) -> Description:
     manifest = package.manifest
     return Description(
         what="package",
-        path=str(package.directory),
+        path=_shown(package.directory),
         config=manifest.config,
         geometry=manifest.geometry,
         graphs=manifest.graphs,
@@ -148,7 +149,7 @@ def describe_path(path: Path) -> Description | CheckpointDescription:
         ) from missing
     checkpoint = Checkpoint.open(path)
     return CheckpointDescription(
-        path=str(path),
+        path=_shown(path),
         config=checkpoint.config,
         tensors=len(checkpoint.names),
         mtp_tensors=sum(name.startswith("mtp.") for name in checkpoint.names),
@@ -212,6 +213,11 @@ def _state_bytes(states: Sequence[StateSpec]) -> dict[str, int]:
     for state in states:
         total[state.kind] = total.get(state.kind, 0) + state.nbytes
     return total
+
+
+def _shown(path: Path) -> str:
+    """A path as text that JSON can hold, whatever bytes the name has."""
+    return os.fsencode(path).decode(errors="replace")
 
 
 def _size(count: int) -> str:

@@ -285,7 +285,6 @@ def test_no_value_of_any_field_of_config_json_gives_a_traceback(tmp_path: Path) 
     assert min(outcomes.values()) > 100, outcomes
 
 
-@pytest.mark.slow
 def test_no_value_of_any_field_of_config_json_gives_a_traceback_in_a_plan(tmp_path: Path) -> None:
     directory = small_checkpoint(tmp_path / "checkpoint")
     document = (directory / "config.json").read_text()
@@ -294,5 +293,5 @@ def test_no_value_of_any_field_of_config_json_gives_a_traceback_in_a_plan(tmp_pa
             write_json(directory / "config.json", with_value(document, path, value))
             result = qwen_mtp_export(directory, tmp_path / "package", "--dry-run")
             if result.exit_code:
-                refused(result, 1, str(directory))
+                refused(result, 1, "; ")
     assert not (tmp_path / "package").exists()

@@ -1,7 +1,9 @@
 """The commands as a user meets them: results, progress, JSON, exit codes, interruption."""
 
+import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +15,8 @@ import click
 import pytest
 
 from qwen_mtp.cli import export_command, main
+from qwen_mtp.errors import ExportError
+from qwen_mtp.progress import Lines
 from qwen_mtp.runtime.llm import LLM
 from qwen_mtp.runtime.package import Package
 from qwen_mtp.runtime.sampling import SamplingParams
@@ -211,6 +215,14 @@ def test_inspect_shows_a_package_and_a_checkpoint_as_text_and_as_json() -> None:
     assert text.stderr == source.stderr == ""
 
 
+def test_a_name_that_is_no_text_can_be_inspected(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"odd\xff")
+    shutil.copytree(verified_package(), path)
+    shown = parsed(qwen_mtp("inspect", path, "--json").stdout)
+    assert shown["path"] == f"{tmp_path}/odd\ufffd"
+    refused(qwen_mtp("inspect", path / "nothing"), 1, "no such directory")
+
+
 def test_verify_passes_a_whole_package_and_fails_a_damaged_one(tmp_path: Path) -> None:
     whole = qwen_mtp("verify", verified_package(), "-q", "--threads", "1")
     assert whole.exit_code == 0
@@ -278,6 +290,50 @@ def test_run_prints_no_part_of_a_stop_text() -> None:
     stop = next(whole[i : i + 3] for i in range(4, 40) if "�" not in whole[i : i + 3])
     cut = qwen_mtp("run", verified_package(), *fixed, "--stop", stop).stdout[:-1]
     assert cut == whole[: whole.index(stop)]
+
+
+# --- progress ---------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    """Says that it is one."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()], ids=["file", "terminal"])
+def test_progress_is_a_line_a_phase_and_redrawn_on_a_terminal_only(stream: io.StringIO) -> None:
+    progress = Lines(stream)
+    progress.phase("weights", 4_000_000, "B")
+    progress.advance(1_000_000)
+    progress.advance(3_000_000)
+    progress.phase("checksums")
+    progress.done()
+    progress.done()
+    *lines, rest = stream.getvalue().split("\n")
+    assert rest == ""
+    assert [line.split("\x1b[K")[-1].split()[0] for line in lines] == ["weights", "checksums"]
+    assert lines[0].endswith(" s  4.0 MB")
+    assert ("\x1b[K" in stream.getvalue()) == stream.isatty()
+    assert (" 25 %  1.0 MB" in stream.getvalue()) == stream.isatty()
+
+
+def test_an_error_does_not_share_its_line_with_a_half_drawn_phase(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: object, progress: Lines, **__: object) -> None:
+        progress.phase("weights", 10, "B")
+        progress.advance(5)
+        raise ExportError("disk: full; free some space")
+
+    terminal = Terminal()
+    monkeypatch.setattr("qwen_mtp.pipeline.export_package", fails)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with pytest.raises(SystemExit) as end:
+        export_command(["checkpoint", "package"])
+    assert end.value.code == 1
+    assert terminal.getvalue().endswith("\r\x1b[KError: disk: full; free some space\n")
 
 
 # --- pipes and interruption -----------------------------------------------------------------
