@@ -160,15 +160,21 @@ class LLM:
 
     def _advance(self, session: Session, active: dict[int, _Request]) -> Iterator[Delta]:
         results = session.step()
-        deltas = []
+        deltas, errors = [], []
         for slot, result in results.items():
             request = active[slot]
+            if result.error is not None:
+                del active[slot]
+                errors.append(f"prompt {request.index}: {result.error}")
+                continue
             before = len(request.checker.token_ids)
             deltas.append(self._push(session, slot, active, result.tokens))
             kept = len(request.checker.token_ids) - before
             request.stats.count_round(result.drafted, result.accepted, kept)
             _add_times(request.stats, session.times)
         yield from deltas
+        if errors:
+            raise RequestError(errors[0])
 
     def _push(
         self, session: Session, slot: int, active: dict[int, _Request], tokens: Sequence[int]

@@ -30,11 +30,13 @@ class StepResult:
         tokens: Committed tokens: accepted drafts, then one token of the target.
         drafted: Drafts that were verified.
         accepted: Drafts among ``tokens``.
+        error: Why the slot was released instead: the model gave a NaN. Its tokens are empty.
     """
 
     tokens: tuple[int, ...]
     drafted: int
     accepted: int
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,15 +133,17 @@ class Session:
 
         Args:
             drafts: By slot, proposals that replace those of the MTP head (which runs all the
-                same); at most K each. The output law does not depend on them.
+                same); at most K each, -1 for none. The output law does not depend on them.
 
         Returns:
-            By slot, what was committed.
+            By slot, what was committed, or the error that released the slot.
 
         Raises:
-            RequestError: The model gave a NaN; the slot named in the message is released.
+            RequestError: A slot has reached the end of its context, or a given draft is not one
+                that the package could verify; nothing was run.
         """
         begin = perf_counter()
+        self._check_round(drafts or {})
         draft_ms, proposals = self._propose(drafts or {})
         rows = max((len(p) for p in proposals.values()), default=0) + 1
         bucket = min(r for r in self.package.manifest.geometry.row_buckets if r >= rows)
@@ -179,15 +183,18 @@ class Session:
         counts = self.engine.buffer(graph, "num_accepted_drafts").tolist()
         results = {}
         for slot, sequence in list(self._slots.items()):
-            accepted = counts[slot]
+            accepted, drafted = counts[slot], len(proposals.get(slot, ()))
             emitted = tokens[slot][: accepted + 1]
-            self._refuse_nan(slot, emitted)
+            if -1 in emitted:  # the other slots have been run and must go on
+                results[slot] = StepResult((), drafted, 0, self._nan_line(slot))
+                self.release(slot)
+                continue
             sequence.rows_start = sequence.computed
             sequence.rows = sequence.pending = accepted + 1
             sequence.computed += accepted + 1
             sequence.emitted += accepted + 1
             sequence.last = emitted[-1]
-            results[slot] = StepResult(tuple(emitted), len(proposals.get(slot, ())), accepted)
+            results[slot] = StepResult(tuple(emitted), drafted, accepted)
         return results
 
     def _run_chunks(self, slot: int, prompt: list[int]) -> int:
@@ -202,7 +209,8 @@ class Session:
             width = engine.table_width(sequence.computed)
             engine.run("prefill", self._table[slot : slot + 1, :width], slot)
         token = int(engine.buffer("prefill", "tokens")[0, 0])
-        self._refuse_nan(slot, [token])
+        if token == -1:
+            raise RequestError(self._nan_line(slot))
         sequence.last, sequence.emitted = token, 1
         sequence.rows, sequence.rows_start = 1, sequence.computed - 1
         if self._draft_graph is not None:
@@ -232,14 +240,31 @@ class Session:
         while len(sequence.blocks) * size < self._reach(sequence):
             sequence.blocks.append(self._pool.take())
 
-    def _refuse_nan(self, slot: int, tokens: Sequence[int]) -> None:
-        if -1 in tokens:
-            position = self._slots[slot].computed
-            self.release(slot)
-            raise RequestError(
-                f"slot {slot}: the model gave NaN logits after position {position}; "
-                "run qwen-mtp verify on the package"
-            )
+    def _nan_line(self, slot: int) -> str:
+        return (
+            f"slot {slot}: the model gave NaN logits after position "
+            f"{self._slots[slot].computed}; run qwen-mtp verify on the package"
+        )
+
+    def _check_round(self, given: Proposals) -> None:
+        geometry, config = self.package.manifest.geometry, self.package.manifest.config
+        for slot, sequence in self._slots.items():
+            if sequence.computed + 1 >= geometry.max_model_len:
+                raise RequestError(
+                    f"slot {slot}: the context is full at {geometry.max_model_len} positions; "
+                    "release it"
+                )
+        for slot, drafts in given.items():
+            if slot not in self._slots:
+                raise RequestError(f"slot {slot} holds no sequence: prefill it first")
+            if len(drafts) > self.lookahead:
+                raise RequestError(
+                    f"slot {slot}: {len(drafts)} drafts, the session takes {self.lookahead}"
+                )
+            if any(not -1 <= token < config.vocab_size for token in drafts):
+                raise RequestError(
+                    f"slot {slot}: draft ids go from 0 to {config.vocab_size - 1}, -1 for none"
+                )
 
     def check(self, prompt: Sequence[int], sampling: ResolvedSampling) -> None:
         """Refuse what ``prefill`` could not serve, before anything runs.
