@@ -79,8 +79,8 @@ def export_package(
     target = Path(os.path.abspath(package))  # making it may replace the working directory
     with staged(target, overwrite=overwrite) as staging:
         write_package(plan, staging, progress)
+        write_golden(staging, progress)  # for checks on other machines, whatever is checked here
         if verify:
-            write_golden(staging, progress)
             _verify(staging, threads, progress)
         progress.done()
     return Package.open(target)

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from qwen_mtp.errors import MissingExtraError, RequestError
+from qwen_mtp.runtime.limits import check_request
 from qwen_mtp.runtime.outputs import CompletionOutput, Delta, RequestOutput, StatsCounter
 from qwen_mtp.runtime.package import Package
 from qwen_mtp.runtime.sampling import ResolvedSampling, SamplingParams
@@ -210,7 +211,7 @@ class LLM:
         text = prompt if isinstance(prompt, str) else None
         ids = self.text.encode(prompt) if isinstance(prompt, str) else list(prompt)
         sampling = params.resolve(manifest.generation)
-        session.check(ids, sampling)
+        check_request(manifest, ids, sampling)
         ids = [int(token) for token in ids]
         checker = StopChecker(
             sampling,

@@ -12,10 +12,10 @@ from time import perf_counter
 import numpy as np
 
 from qwen_mtp.errors import RequestError
-from qwen_mtp.graphs.spec import STOP_IDS
 from qwen_mtp.runtime.blocks import BlockPool
 from qwen_mtp.runtime.engine import Engine
 from qwen_mtp.runtime.feeds import LiveSequence, feed_draft, feed_prefill, feed_verify
+from qwen_mtp.runtime.limits import banned_ids, check_drafts, check_request, check_room
 from qwen_mtp.runtime.package import Package
 from qwen_mtp.runtime.sampling import ResolvedSampling
 
@@ -114,11 +114,11 @@ class Session:
                 or the model gave a NaN.
         """
         begin = perf_counter()
-        self.check(prompt, sampling)
+        check_request(self.package.manifest, prompt, sampling)
         if not self.free_slots:
             raise RequestError("no free slot: release one, or export with a larger --max-num-seqs")
         slot = self.free_slots[0]
-        self._slots[slot] = LiveSequence(sampling, self._banned_ids(sampling))
+        self._slots[slot] = LiveSequence(sampling, banned_ids(self.package.manifest, sampling))
         self.engine.clear_slot(slot)
         try:
             token = self._run_chunks(slot, list(prompt))
@@ -143,7 +143,8 @@ class Session:
                 that the package could verify; nothing was run.
         """
         begin = perf_counter()
-        self._check_round(drafts or {})
+        check_room(self.package.manifest, self._slots)
+        check_drafts(self.package.manifest, drafts or {}, self._slots, self.lookahead)
         draft_ms, proposals = self._propose(drafts or {})
         rows = max((len(p) for p in proposals.values()), default=0) + 1
         bucket = min(r for r in self.package.manifest.geometry.row_buckets if r >= rows)
@@ -245,61 +246,3 @@ class Session:
             f"slot {slot}: the model gave NaN logits after position "
             f"{self._slots[slot].computed}; run qwen-mtp verify on the package"
         )
-
-    def _check_round(self, given: Proposals) -> None:
-        geometry, config = self.package.manifest.geometry, self.package.manifest.config
-        for slot, sequence in self._slots.items():
-            if sequence.computed + 1 >= geometry.max_model_len:
-                raise RequestError(
-                    f"slot {slot}: the context is full at {geometry.max_model_len} positions; "
-                    "release it"
-                )
-        for slot, drafts in given.items():
-            if slot not in self._slots:
-                raise RequestError(f"slot {slot} holds no sequence: prefill it first")
-            if len(drafts) > self.lookahead:
-                raise RequestError(
-                    f"slot {slot}: {len(drafts)} drafts, the session takes {self.lookahead}"
-                )
-            if any(not -1 <= token < config.vocab_size for token in drafts):
-                raise RequestError(
-                    f"slot {slot}: draft ids go from 0 to {config.vocab_size - 1}, -1 for none"
-                )
-
-    def check(self, prompt: Sequence[int], sampling: ResolvedSampling) -> None:
-        """Refuse what ``prefill`` could not serve, before anything runs.
-
-        Raises:
-            RequestError: See :meth:`prefill`.
-        """
-        self._banned_ids(sampling)
-        longest = self.package.manifest.geometry.max_model_len - 1
-        vocabulary = self.package.manifest.config.vocab_size
-        if not prompt:
-            raise RequestError("the prompt is empty: give at least one token")
-        if len(prompt) > longest:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens, the package takes up to {longest}; "
-                "shorten it, or export with a larger --max-model-len"
-            )
-        for token in sampling.stop_token_ids:
-            if token >= vocabulary:
-                raise RequestError(
-                    f"stop_token_ids holds {token}: ids go from 0 to {vocabulary - 1}"
-                )
-        for place, token in enumerate(prompt):
-            if not isinstance(token, int | np.integer) or not 0 <= token < vocabulary:
-                raise RequestError(
-                    f"prompt token {place} is {token!r}: ids go from 0 to {vocabulary - 1}"
-                )
-
-    def _banned_ids(self, sampling: ResolvedSampling) -> tuple[int, ...]:
-        if sampling.min_tokens == 0:
-            return ()
-        eos = () if sampling.ignore_eos else self.package.manifest.config.eos_token_ids
-        banned = tuple(sorted({*eos, *sampling.stop_token_ids}))
-        if len(banned) > STOP_IDS:
-            raise RequestError(
-                f"min_tokens with {len(banned)} stop ids: at most {STOP_IDS}; give fewer"
-            )
-        return banned

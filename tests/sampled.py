@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from qwen_mtp.custom_ops.rejection import Sampling, ban_stops, candidates
 from qwen_mtp.runtime.engine import Engine
+from qwen_mtp.runtime.limits import banned_ids
 from qwen_mtp.runtime.package import Package
 from qwen_mtp.runtime.sampling import ResolvedSampling, SamplingParams
 from qwen_mtp.runtime.session import Session
@@ -117,7 +118,7 @@ class Bench:
         for name, array in self._arrays():
             array[slot] = self._saved[name][slot]
         s = self.session._slots[slot]
-        s.sampling, s.banned = sampling, self.session._banned_ids(sampling)
+        s.sampling, s.banned = sampling, banned_ids(self.session.package.manifest, sampling)
         s.computed, s.last, s.emitted, s.pending = len(prompt()), self.first, 1, 0
         s.rows, s.rows_start = 1, s.computed - 1
 

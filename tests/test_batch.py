@@ -5,8 +5,10 @@ from functools import cache
 from itertools import permutations
 from typing import Any
 
+import numpy as np
 import pytest
 
+from qwen_mtp.errors import RequestError
 from qwen_mtp.runtime.package import Package
 from qwen_mtp.runtime.session import Session
 from tests.committed import (
@@ -218,3 +220,48 @@ def test_released_slots_give_their_blocks_back() -> None:
     serve(running, tracks, [0, 0], STEPS[:2])
     check(histories, tracks, STEPS)
     assert running._pool.num_free == blocks
+
+
+@pytest.mark.parametrize("sick", [0, 1])
+def test_a_nan_in_one_slot_ends_that_slot_alone(sick: int) -> None:
+    running = session(model(2), K)
+    prompts = random_prompts((9, 21), seed=3)
+    expected = [plain_tokens(running, prompt, 20) for prompt in prompts]
+    got = [[running.prefill(prompt, GREEDY)[1]] for prompt in prompts]
+    for turn in range(8):
+        if turn == 3:
+            running.engine.state("layers.0.ssm")[sick] = np.nan
+        for slot, result in running.step().items():
+            assert (result.error is None) == (turn != 3 or slot != sick)
+            got[slot] += result.tokens
+    assert running.free_slots == (sick,)
+    for slot in (0, 1):
+        assert got[slot] == expected[slot][: len(got[slot])]
+    assert len(got[1 - sick]) > len(got[sick])
+
+
+def plain_tokens(running: Session, prompt: list[int], count: int) -> list[int]:
+    """Greedy continuation, one token a round."""
+    slot, token = running.prefill(prompt, GREEDY)
+    tokens = [token]
+    while len(tokens) < count:
+        tokens += running.step({slot: []})[slot].tokens
+    running.release(slot)
+    return tokens
+
+
+def test_a_round_refuses_what_it_could_not_verify() -> None:
+    running = session(model(1), K)
+    slot, _ = running.prefill([1, 2, 3], GREEDY)
+    for drafts, line in (
+        ({slot: [1] * (K + 1)}, "4 drafts, the session takes 3"),
+        ({slot: [256]}, "draft ids go from 0 to 255"),
+        ({5: [1]}, "slot 5 holds no sequence"),
+    ):
+        with pytest.raises(RequestError, match=line):
+            running.step(drafts)
+    while running.context_len(slot) < 191:
+        running.step()
+    with pytest.raises(RequestError, match="the context is full at 192 positions"):
+        running.step()
+    running.release(slot)
