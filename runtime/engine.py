@@ -5,6 +5,7 @@ and output, so pools, windows and recurrent state change in place; the stash of 
 buffers that take turns, because a graph writes the new one before it has read the old one.
 """
 
+import ctypes
 import math
 import mmap
 import os
@@ -21,6 +22,7 @@ from qwen_mtp.graphs.spec import GraphSpec, StateSpec, TensorSpec
 from qwen_mtp.runtime.package import Package
 
 Array = npt.NDArray[Any]
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, others need not
 SELECTOR = "graph"
 # Sums over the context are taken in fixed strides; a table is widened in steps of this many
 # positions so that a row's bits do not depend on how far its neighbours have come.
@@ -152,6 +154,8 @@ class Engine:
                 "run qwen-mtp verify on the package"
             ) from error
         self._release_pages()
+        if spec.kind == "prefill" and _malloc_trim is not None:
+            _malloc_trim(0)  # the scratch memory of a chunk leaves the heap full of holes
         if verify:
             self._parity ^= 1
 
