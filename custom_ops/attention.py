@@ -252,7 +252,7 @@ def _attention_onnx(
     slots = _gather_index(op, table, start, count, block_size)
     keys, values = (_gathered(op, pool, slots) for pool in (k_pool, v_pool))
     # All rows of a group meet one copy of the keys: at least two rows in the product, which is
-    # what keeps a row's bits independent of how many rows there are (onnx.md 2b).
+    # what keeps a row's bits independent of how many rows there are (docs/adr/0007).
     grouped = op.Reshape(q, [batch, rows, kv_heads, group, dim])
     grouped = op.Reshape(
         op.Transpose(grouped, perm=[2, 0, 1, 3, 4]), [kv_heads, batch, rows * group, dim]

@@ -1,8 +1,8 @@
 """Depthwise causal convolution with SiLU, and the commit of its window.
 
-The window holds the last ``W - 1`` inputs *before* the activation (semantics 2.4). After a round
-in which ``count`` rows were kept, the window is rows ``count .. count + W - 2`` of the old window
-followed by the round's inputs; rows beyond ``count`` never enter it.
+The window holds the last ``W - 1`` inputs *before* the activation. After a round in which
+``count`` rows were kept, the window is rows ``count .. count + W - 2`` of the old window followed
+by the round's inputs; rows beyond ``count`` never enter it.
 """
 
 from typing import Any

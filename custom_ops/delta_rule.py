@@ -1,4 +1,4 @@
-"""Gated delta rule with masked commit (semantics 2.4, 6.1).
+"""Gated delta rule with masked commit (docs/adr/0005).
 
 For every value head, with k, q of its key head (value head i reads key head ``i // (Nv / Nk)``)::
 

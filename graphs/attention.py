@@ -1,4 +1,4 @@
-"""Gated full attention over the paged pool (semantics 2.3)."""
+"""Gated full attention over the paged pool (docs/package-format.md has its blocks)."""
 
 from dataclasses import dataclass
 

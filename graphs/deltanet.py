@@ -1,4 +1,4 @@
-"""Gated DeltaNet with lazy commit (semantics 2.4, 6.1)."""
+"""Gated DeltaNet with lazy commit (docs/loop.md, docs/adr/0005)."""
 
 from dataclasses import dataclass
 

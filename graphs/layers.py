@@ -55,7 +55,7 @@ class Vector(Stored):
 
 
 class RMSNorm(Vector):
-    """RMS norm whose checkpoint weight is an offset from one (semantics 2.1)."""
+    """RMS norm whose checkpoint weight is an offset from one, as published."""
 
     def __init__(self, key: str, size: int, eps: float, recipe: Recipe = "one_plus") -> None:
         """Norm over the last ``size`` dimensions."""

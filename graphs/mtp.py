@@ -1,4 +1,4 @@
-"""The MTP head and the graph ``mtp_draft`` (semantics 3).
+"""The MTP head and the graph ``mtp_draft`` (docs/loop.md).
 
 ``mtp_draft_kK`` (B slots, P rows of catch-up, K drafts)::
 

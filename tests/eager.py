@@ -1,8 +1,7 @@
 """Transformers' target, and an MTP head put together from transformers' decoder layer and norm.
 
-Neither shares code with the graphs; the head follows semantics 3: row p takes the embedding of
-token p + 1 and the target's hidden row of p after the final norm, and a draft is fed back with
-the head's own row.
+Neither shares code with the graphs. Row p of the head takes the embedding of token p + 1 and the
+target's hidden row of p after the final norm, and a draft is fed back with the head's own row.
 """
 
 from collections.abc import Sequence
