@@ -153,14 +153,14 @@ def staged(package: Path, *, overwrite: bool) -> Iterator[Path]:
     """
     target = Path(os.path.realpath(package))
     with _disk_errors(package), _parents(target):
-        _check_target(package, overwrite)
+        check_target(package, overwrite)
         staging = Path(mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         old = staging.with_name(staging.name + ".old")
         try:
             with _disk_errors(package, staging):
                 yield staging
             staging.chmod(0o755)
-            _check_target(package, overwrite)  # the export took its time
+            check_target(package, overwrite)  # the export took its time
             _swap(staging, target, old)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
@@ -181,7 +181,17 @@ def _parents(target: Path) -> Iterator[None]:
                 path.rmdir()
 
 
-def _check_target(package: Path, overwrite: bool) -> None:
+def check_target(package: Path, overwrite: bool) -> None:
+    """Refuse a place that no package may be written to.
+
+    Args:
+        package: The directory to make.
+        overwrite: An existing package may be replaced.
+
+    Raises:
+        ExportError: It is a file, holds something else than a package, or may not be replaced.
+        OSError: It cannot be looked at.
+    """
     if not package.exists() and not package.is_symlink():
         return
     if not package.is_dir():
@@ -189,9 +199,14 @@ def _check_target(package: Path, overwrite: bool) -> None:
     if not any(package.iterdir()):
         return
     if not overwrite:
-        raise ExportError(f"{package}: is not empty; give another directory or --overwrite")
+        raise ExportError(
+            f"{package}: is not empty; give another directory, or replace the package "
+            "with --overwrite, overwrite=True"
+        )
     if not (package / MANIFEST).is_file():
-        raise ExportError(f"{package}: holds no package; --overwrite only replaces packages")
+        raise ExportError(
+            f"{package}: holds no package; --overwrite, overwrite=True only replaces packages"
+        )
 
 
 def _swap(staging: Path, package: Path, old: Path) -> None:

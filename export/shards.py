@@ -147,7 +147,7 @@ def _opened(shard: Path) -> Iterator[Any]:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
         raise MissingExtraError(
-            f"reading a checkpoint needs {error.name}; pip install 'qwen-mtp[export]'"
+            f"reading a checkpoint needs {error.name}: pip install 'qwen-mtp[export]'"
         ) from error
     try:
         with safe_open(shard, framework="pt") as file:

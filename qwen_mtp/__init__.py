@@ -1,4 +1,4 @@
-"""Qwen3.5/3.6 with native multi-token prediction, compiled to graphs.
+"""Qwen3.5/3.6/3.8 with native multi-token prediction, compiled to graphs.
 
 Importing this package loads neither torch nor onnxruntime; each name is loaded when first used.
 """

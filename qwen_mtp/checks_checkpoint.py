@@ -45,7 +45,8 @@ class Source:
             import transformers
         except ImportError as missing:
             raise MissingExtraError(
-                "comparing with a checkpoint needs transformers: pip install 'qwen-mtp[test]'"
+                "comparing with a checkpoint needs transformers: "
+                "pip install 'qwen-mtp[export,test]'"
             ) from missing
         return cls(Checkpoint.open(directory), transformers)
 
@@ -90,6 +91,7 @@ class Source:
         text = raw.get("text_config", raw) | {"tie_word_embeddings": tied}
         config = self.transformers.Qwen3_5TextConfig(**text)
         config._attn_implementation = "eager"
+        self.transformers.logging.set_verbosity_error()  # its advice is about speed
         model = self.transformers.Qwen3_5ForCausalLM(config).float().eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():

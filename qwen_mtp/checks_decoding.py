@@ -152,15 +152,14 @@ def check_decoding(bench: Bench, progress: Progress) -> tuple[Check, int]:
     lookaheads = bench.geometry.lookaheads
     if not lookaheads:
         return Check("decoding", True, "skipped: the package has no MTP head"), 0
-    rounds = sum(len(accept_counts(k)) for k in lookaheads) * min(2, bench.slots)
-    progress.phase("verify decoding", rounds, "rounds")
     decoding = Decoding(bench)
-    for lookahead in lookaheads:
-        before = decoding.patterns
-        problem = _one_lookahead(decoding, lookahead, bench.slots)
+    plans = {k: _scripts(decoding, k, bench.slots) for k in lookaheads}
+    rounds = sum(_rounds(scripts) for plan in plans.values() for scripts in plan)
+    progress.phase("verify decoding", rounds, "rounds")
+    for lookahead, plan in plans.items():
+        problem = _one_lookahead(decoding, lookahead, plan, progress)
         if problem is not None:
             return Check("decoding", False, problem), decoding.patterns
-        progress.advance(decoding.patterns - before)
     names = ", ".join(map(str, lookaheads))
     detail = (
         f"K={names} equals plain decoding bit for bit over {decoding.patterns} forced rounds "
@@ -169,19 +168,28 @@ def check_decoding(bench: Bench, progress: Progress) -> tuple[Check, int]:
     return Check("decoding", True, detail), decoding.patterns
 
 
-def _one_lookahead(decoding: Decoding, lookahead: int, slots: int) -> str | None:
-    room, first = decoding.room(lookahead), decoding.prompts[0]
-    pieces = list(_pieces(accept_counts(lookahead), room))
-    for i, piece in enumerate(pieces):
-        script = Script(decoding.prompts[i % 2], piece)
-        if (problem := decoding.forced(lookahead, [script])) is not None:
+def _one_lookahead(
+    decoding: Decoding, lookahead: int, plan: Sequence[Sequence[Script]], progress: Progress
+) -> str | None:
+    for scripts in plan:
+        if (problem := decoding.forced(lookahead, scripts)) is not None:
             return problem
-    if slots > 1 and pieces:
-        piece = pieces[0]
-        pair = [Script(first, piece), Script(decoding.prompts[1], piece[::-1])]
-        if (problem := decoding.forced(lookahead, pair)) is not None:
-            return problem
+        progress.advance(_rounds(scripts))
     return decoding.own(lookahead)
+
+
+def _scripts(decoding: Decoding, lookahead: int, slots: int) -> list[list[Script]]:
+    """What is forced for a lookahead: scripts one by one, then two at once if there are slots."""
+    pieces = list(_pieces(accept_counts(lookahead), decoding.room(lookahead)))
+    first, second = decoding.prompts
+    plan = [[Script((first, second)[i % 2], piece)] for i, piece in enumerate(pieces)]
+    if slots > 1 and pieces:
+        plan.append([Script(first, pieces[0]), Script(second, pieces[0][::-1])])
+    return plan
+
+
+def _rounds(scripts: Sequence[Script]) -> int:
+    return sum(len(script.accepts) for script in scripts)
 
 
 def accept_counts(lookahead: int) -> tuple[int, ...]:

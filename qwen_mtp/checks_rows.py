@@ -171,8 +171,8 @@ def _cases(bench: Bench) -> Iterator[Case]:
         for count in range(1, rows + 1):
             extra = POSITION_STEP * (count % 2)
             yield Case(0, rows, count, extra, buckets[count % len(buckets)])
-    if bench.slots > 1:
-        yield Case(bench.slots - 1, buckets[-1], buckets[-1], 0, buckets[-1])
+    for slot in range(1, bench.slots):  # a kernel may split a full batch over threads anywhere
+        yield Case(slot, buckets[-1], buckets[-1], 0, buckets[-1])
 
 
 def _first(found: Digests, wanted: Digests) -> str | None:

@@ -7,7 +7,7 @@ what to do, 2 wrong usage, 3 a check of the package failed.
 import errno
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,46 +16,19 @@ import click
 import msgspec
 
 from qwen_mtp.errors import MissingExtraError, PackageError, QwenMtpError, VerificationError
+from qwen_mtp.options import (
+    DEFAULT_LOOKAHEAD,
+    DIRECTORY,
+    IdList,
+    export_options,
+    json_option,
+    quiet_option,
+    sampling_options,
+    threads_option,
+)
 from qwen_mtp.progress import Lines, Progress, Silent
 
 EXIT_ERROR, EXIT_VERIFICATION = 1, 3
-DIRECTORY = click.Path(path_type=Path, readable=False)  # what cannot be read exits with 1
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-quiet_option = click.option("-q", "--quiet", is_flag=True, help="No progress.")
-threads_option = click.option(
-    "--threads", type=click.IntRange(1, 1024), help="Threads in an operator."
-)
-
-
-class LookaheadList(click.ParamType[tuple[int, ...]]):
-    """``3`` or ``3,1``: numbers of drafts, each 1..15."""
-
-    name = "K[,K...]"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
-        """Parse the list."""
-        if isinstance(value, tuple):
-            return value
-        parse: Any = click.IntRange(1, 15)
-        return tuple(parse.convert(part.strip(), param, ctx) for part in str(value).split(","))
-
-
-class IdList(click.ParamType[list[int]]):
-    """``1,2,3``: token ids."""
-
-    name = "ID[,ID...]"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> list[int]:
-        """Parse the list; an empty one is left to the package to refuse."""
-        if isinstance(value, list):
-            return value
-        parts = [part.strip() for part in str(value).split(",") if part.strip()]
-        parse: Any = click.INT
-        return [parse.convert(part, param, ctx) for part in parts]
 
 
 @contextmanager
@@ -99,29 +72,7 @@ def reporter(quiet: bool) -> Progress:
 @click.command("export")
 @click.argument("checkpoint", type=DIRECTORY)
 @click.argument("package", type=DIRECTORY)
-@click.option("--target", type=click.Choice(["onnx"]), default="onnx", show_default=True)
-@click.option(
-    "--format", "format_", type=click.Choice(["fp32", "int8", "int4"]), default="int8",
-    show_default=True, help="Weight format.",
-)  # fmt: skip
-@click.option(
-    "-k", "--num-speculative-tokens", "lookaheads", type=LookaheadList(), default="3",
-    show_default=True, help="Drafts a round; several numbers give several buckets.",
-)  # fmt: skip
-@click.option(
-    "--max-model-len", type=click.IntRange(2),
-    help="Positions of a sequence, prompt included  [default: 4096 or the model's limit]",
-)  # fmt: skip
-@click.option("--max-num-seqs", type=click.IntRange(1, 256), default=1, show_default=True)
-@click.option(
-    "--block-size", type=click.Choice(["8", "16", "32", "64", "128", "256"]), default="64",
-    show_default=True,
-)  # fmt: skip
-@click.option("--prefill-chunk", type=click.IntRange(1, 4096), default=128, show_default=True)
-@click.option("--no-mtp", is_flag=True, help="Export the target alone, for plain decoding.")
-@click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
-@click.option("--overwrite", is_flag=True, help="Replace an existing package.")
-@click.option("--no-verify", is_flag=True, help="Skip the parity check at the end.")
+@export_options
 @json_option
 @quiet_option
 @click.version_option(package_name="qwen-mtp")
@@ -130,7 +81,7 @@ def export_command(
     package: Path,
     target: str,
     format_: Any,
-    lookaheads: tuple[int, ...],
+    lookaheads: tuple[tuple[int, ...], ...],
     max_model_len: int | None,
     max_num_seqs: int,
     block_size: str,
@@ -143,9 +94,12 @@ def export_command(
     quiet: bool,
 ) -> None:
     """Export CHECKPOINT, a Hugging Face directory, to the package PACKAGE."""
+    if no_mtp and lookaheads:
+        raise click.UsageError("-k and --no-mtp exclude each other: drafts need the MTP head")
+    drafts = [k for group in lookaheads for k in group] or [DEFAULT_LOOKAHEAD]
     choices: dict[str, Any] = {
         "format": format_,
-        "lookaheads": () if no_mtp else lookaheads,
+        "lookaheads": () if no_mtp else drafts,
         "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs,
         "block_size": int(block_size),
@@ -156,7 +110,11 @@ def export_command(
         from qwen_mtp.pipeline import export_package, plan_package
 
         if dry_run:
-            _show(describe_plan(plan_package(checkpoint, **choices)), as_json)
+            plan = plan_package(checkpoint, **choices)
+            from qwen_mtp.export.package import check_target  # planning has found the extra
+
+            check_target(Path(os.path.abspath(package)), overwrite)
+            _show(describe_plan(plan, package), as_json, tables=True)
             return
         done = export_package(
             checkpoint,
@@ -170,11 +128,11 @@ def export_command(
         _show(describe_package(done), as_json)
 
 
-def _show(description: Any, as_json: bool) -> None:
+def _show(description: Any, as_json: bool, tables: bool = False) -> None:
     if as_json:
         print_json(description)
     else:
-        click.echo(description.as_text())
+        click.echo(description.as_text(tables))
 
 
 @click.group()
@@ -188,18 +146,26 @@ main.add_command(export_command)
 
 @main.command()
 @click.argument("path", type=DIRECTORY)
+@click.option("--graphs", is_flag=True, help="Also every input and output of the graphs.")
 @json_option
-def inspect(path: Path, as_json: bool) -> None:
-    """Show what a package, or a checkpoint, holds."""
+def inspect(path: Path, graphs: bool, as_json: bool) -> None:
+    """Show what PATH, a package or a checkpoint, holds; checkpoints need the export extra."""
     with errors_as_lines():
-        from qwen_mtp.describe import describe_path
+        from qwen_mtp.describe import Description, describe_path
 
-        _show(describe_path(path), as_json)
+        found = describe_path(path)
+        if graphs and not isinstance(found, Description):
+            raise click.UsageError(f"--graphs is for packages; {path} is a checkpoint")
+        _show(found, as_json, tables=graphs)
 
 
 @main.command()
 @click.argument("package", type=DIRECTORY)
-@click.option("--checkpoint", type=DIRECTORY, help="Also compare with the source checkpoint.")
+@click.option(
+    "--checkpoint",
+    type=DIRECTORY,
+    help="Also compare with the source checkpoint; needs torch and transformers.",
+)
 @threads_option
 @json_option
 @quiet_option
@@ -226,29 +192,14 @@ def verify(
             raise VerificationError(f"{package}: {failed.name}: {failed.detail}")
 
 
-def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The sampling parameters as options; what is not given is the package's default."""
-    for option in (
-        click.option("--seed", type=int, help="Repeat a sampled text."),
-        click.option("--top-p", type=float),
-        click.option("--top-k", type=int),
-        click.option("--temperature", type=float, help="0 is greedy."),
-        click.option("--max-tokens", type=int, default=128, show_default=True),
-        click.option("--stop", multiple=True, help="End before this text; may be repeated."),
-        click.option("--ignore-eos", is_flag=True),
-    ):
-        command = option(command)
-    return command
-
-
 @main.command()
 @click.argument("package", type=DIRECTORY)
 @click.option("--prompt", help="The prompt as text.")
 @click.option("--prompt-ids", type=IdList(), help="The prompt as token ids.")
 @sampling_options
-@click.option("--num-speculative-tokens", "-k", type=click.IntRange(0, 15))
 @threads_option
 @json_option
+@quiet_option
 def run(
     package: Path,
     prompt: str | None,
@@ -256,6 +207,7 @@ def run(
     num_speculative_tokens: int | None,
     threads: int | None,
     as_json: bool,
+    quiet: bool,
     **sampling: Any,
 ) -> None:
     """Generate from PACKAGE; the text goes to stdout as it is verified."""
@@ -268,19 +220,39 @@ def run(
 
         params = SamplingParams(**sampling)
         with LLM(package, threads=threads, num_speculative_tokens=num_speculative_tokens) as llm:
-            _generate(llm, given, params, as_json)
+            _generate(llm, given, params, as_json, quiet)
 
 
-def _generate(llm: Any, prompt: Any, params: Any, as_json: bool) -> None:
+def _generate(llm: Any, prompt: Any, params: Any, as_json: bool, quiet: bool) -> None:
     if as_json:
         output = llm.generate([prompt], params)[0]
         print_json(output_json(output))
         return
     plain = not isinstance(prompt, str) and not _has_text(llm)
+    counts, reason = [], None
     for delta in llm.stream([prompt], params):
+        counts.append(len(delta.token_ids))
+        reason = delta.finish_reason
         text = " ".join(map(str, delta.token_ids)) + " " if plain else delta.text
         click.echo(text, nl=False)
     click.echo()
+    if not quiet:
+        click.echo(f"{reason}: {counts_line(counts)}", err=True)
+
+
+def counts_line(counts: Sequence[int]) -> str:
+    """What a stream did.
+
+    Args:
+        counts: Tokens of each piece: the prompt's one token, then those of each target pass.
+    """
+    passes = counts[1:]
+    line = f"{sum(counts)} tokens"
+    if passes:
+        line += f", {sum(passes) / len(passes):.2f} a target pass ({len(passes)} passes)"
+    most = max(passes, default=0)
+    kept = [sum(count > place for count in passes) for place in range(1, most)]
+    return line + (f"; drafts kept by position: {', '.join(map(str, kept))}" if kept else "")
 
 
 def _has_text(llm: Any) -> bool:

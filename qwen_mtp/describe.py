@@ -2,16 +2,17 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qwen_mtp.config import ModelConfig
-from qwen_mtp.errors import MissingExtraError
+from qwen_mtp.errors import CheckpointError, MissingExtraError
 from qwen_mtp.graphs.manifest import MANIFEST, Verification
 from qwen_mtp.graphs.spec import Geometry, GraphSpec, StateSpec, state_specs
 from qwen_mtp.graphs.weights import file_bytes
+from qwen_mtp.progress import byte_text
 from qwen_mtp.runtime.package import Package
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class Description:
     Attributes:
         what: ``plan`` or ``package``.
         path: The checkpoint of a plan, the directory of a package.
+        target: The directory that a plan would write; "" for a package.
         config: Sizes of the model.
         geometry: The static choices.
         graphs: Every graph with its inputs and outputs.
@@ -48,26 +50,45 @@ class Description:
     weight_bytes: int
     package_bytes: int
     state_bytes: dict[str, int]
+    target: str = ""
     peak_bytes: int = 0
     tensors_used: int = 0
     tensors_unused: tuple[str, ...] = ()
     tensors_ignored: int = 0
     verification: Verification | None = None
 
-    def as_text(self) -> str:
-        """Several lines for a person."""
-        lines = [f"{self.what}  {self.path}", *_model_lines(self.config, self.geometry)]
-        lines += ["", "graphs", *_graph_lines(self.graphs), ""]
-        lines.append(f"weights   {_size(self.weight_bytes)} in {self.geometry.format}")
-        if self.what == "package":
-            lines.append(f"package   {_size(self.package_bytes)} on disk")
-        else:
-            lines.append(f"export    about {_size(self.peak_bytes)} of memory at the peak")
-        states = ", ".join(f"{kind} {_size(n)}" for kind, n in self.state_bytes.items())
-        lines.append(f"state     {states}")
+    def as_text(self, tables: bool = False) -> str:
+        """Several lines for a person; with ``tables``, every input and output of the graphs."""
+        planned = self.what == "plan"
+        lines = [f"{self.what}  {self.path}", *([f"target    {self.target}"] if planned else [])]
+        lines += [*_model_lines(self.config, self.geometry), *self._size_lines()]
         lines += _tensor_lines(self)
-        lines.append(f"verified  {_verification_line(self.verification)}")
-        return "\n".join(lines[: -1 if self.what == "plan" else None])
+        if not planned:
+            lines.append(f"verified  {_verification_line(self.verification)}")
+        return "\n".join([*lines, "", "graphs", *self._graph_lines(tables)])
+
+    def _size_lines(self) -> list[str]:
+        states = ", ".join(f"{kind} {byte_text(n)}" for kind, n in self.state_bytes.items())
+        state = sum(self.state_bytes.values()) + self.state_bytes.get("stash", 0)  # two buffers
+        running = byte_text(self.weight_bytes + state)
+        disk = " on disk" if self.what == "plan" else ""
+        lines = [f"weights   {byte_text(self.weight_bytes)} in {self.geometry.format}{disk}"]
+        if self.what == "package":
+            lines.append(f"package   {byte_text(self.package_bytes)} on disk")
+        lines.append(f"state     {states}")
+        lines.append(f"memory    about {running} of weights and state while running")
+        if self.what == "plan":
+            lines.append(f"export    about {byte_text(self.peak_bytes)} of memory at the peak")
+        return lines
+
+    def _graph_lines(self, tables: bool) -> list[str]:
+        states = state_specs(self.config, self.geometry)
+        stash = {state.name for state in states if state.kind == "stash"}
+        lines = []
+        for graph in self.graphs:
+            lines.append(_graph_line(graph, stash))
+            lines += _table_lines(graph) if tables else []
+        return lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +102,8 @@ class CheckpointDescription:
     ignored: int
     dtypes: dict[str, int]
 
-    def as_text(self) -> str:
-        """Several lines for a person."""
+    def as_text(self, tables: bool = False) -> str:
+        """Several lines for a person; there are no ``tables`` to show."""
         kinds = ", ".join(f"{n} {dtype}" for dtype, n in self.dtypes.items())
         head = f"{self.mtp_tensors} MTP tensors" if self.mtp_tensors else "no MTP tensors"
         return "\n".join(
@@ -94,11 +115,12 @@ class CheckpointDescription:
         )
 
 
-def describe_plan(plan: "Plan") -> Description:
-    """What an export would do."""
+def describe_plan(plan: "Plan", target: Path) -> Description:
+    """What an export to ``target`` would do."""
     return Description(
         what="plan",
         path=_shown(plan.checkpoint.directory),
+        target=_shown(target),
         config=plan.config,
         geometry=plan.geometry,
         graphs=plan.composer.specs,
@@ -140,6 +162,11 @@ def describe_path(path: Path) -> Description | CheckpointDescription:
     """
     if (path / MANIFEST).exists():
         return describe_package(Package.open(path))
+    if path.is_dir() and not (path / "config.json").exists():
+        raise CheckpointError(
+            f"{path} is neither a package (manifest.json) nor a checkpoint (config.json); "
+            "give the directory of one"
+        )
     ModelConfig.from_checkpoint(path)  # what is no checkpoint needs no extra to be refused
     try:
         from qwen_mtp.export.checkpoint import Checkpoint
@@ -167,21 +194,29 @@ def _model_lines(config: ModelConfig, geometry: Geometry | None) -> list[str]:
     if geometry is not None:
         drafts = ", ".join(map(str, geometry.lookaheads)) or "none (target alone)"
         lines.append(
-            f"choices   K {drafts}; {geometry.max_num_seqs} slots x {geometry.max_model_len} "
-            f"positions in blocks of {geometry.block_size}; prefill {geometry.prefill_chunk} rows"
+            f"choices   K {drafts}; {_count(geometry.max_num_seqs, 'slot')} x "
+            f"{geometry.max_model_len} positions in blocks of {geometry.block_size}; "
+            f"prefill {geometry.prefill_chunk} rows"
         )
     return lines
 
 
-def _graph_lines(graphs: Iterable[GraphSpec]) -> list[str]:
+def _graph_line(graph: GraphSpec, stash: set[str]) -> str:
+    plain = [sum(t.state is None for t in side) for side in (graph.inputs, graph.outputs)]
+    turns = sum(t.state in stash for t in graph.inputs)
+    placed = len(graph.inputs) - plain[0] - turns
+    aside = f", {turns} in the stash" if turns else ""
+    return (
+        f"  {graph.name:<18}{_count(graph.rows, 'row'):>9}  {_count(plain[0], 'input')}, "
+        f"{_count(plain[1], 'output')}; {_count(placed, 'state tensor')} in place{aside}"
+    )
+
+
+def _table_lines(graph: GraphSpec) -> list[str]:
     lines = []
-    for graph in graphs:
-        inputs = [t for t in graph.inputs if t.state is None]
-        outputs = [t for t in graph.outputs if t.state is None]
-        states = len(graph.inputs) - len(inputs)
-        lines.append(f"  {graph.name}  ({states} state tensors in place)")
-        for mark, tensors in (("in ", inputs), ("out", outputs)):
-            for tensor in tensors:
+    for mark, tensors in (("in ", graph.inputs), ("out", graph.outputs)):
+        for tensor in tensors:
+            if tensor.state is None:
                 shape = "x".join(map(str, tensor.shape))
                 lines.append(f"    {mark} {tensor.name:<20} {tensor.dtype:<8} {shape}")
     return lines
@@ -208,6 +243,10 @@ def _verification_line(record: Verification | None) -> str:
     )
 
 
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def _state_bytes(states: Sequence[StateSpec]) -> dict[str, int]:
     total: dict[str, int] = {}
     for state in states:
@@ -218,7 +257,3 @@ def _state_bytes(states: Sequence[StateSpec]) -> dict[str, int]:
 def _shown(path: Path) -> str:
     """A path as text that JSON can hold, whatever bytes the name has."""
     return os.fsencode(path).decode(errors="replace")
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

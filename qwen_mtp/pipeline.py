@@ -45,7 +45,8 @@ def export_package(
         checkpoint: Hugging Face directory with ``config.json`` and safetensors.
         package: Directory to make.
         format: Weight format: ``fp32``, ``int8`` (W8A8, per row and channel) or ``int4``.
-        lookaheads: Numbers of drafts a round, 1..15; each is a pair of verify and draft graphs.
+        lookaheads: Numbers of drafts a round, 1..15; each adds a draft graph and, beyond 1, a
+            verify graph.
         max_model_len: Positions of a sequence, prompt included; None takes 4096, or what the
             model was made for if that is less.
         max_num_seqs: Batch slots.

@@ -54,8 +54,8 @@ class Lines:
         """Redraw with the share done and an estimate of the time left."""
         self._count += amount
         spent = perf_counter() - self._start
-        left = spent * (self._total - self._count) / max(self._count, 1)
-        share = 100 * self._count // max(self._total, 1)
+        left = spent * max(self._total - self._count, 0) / max(self._count, 1)
+        share = min(100, 100 * self._count // max(self._total, 1))
         self._draw(f"{share:3d} %  {_amount(self._count, self._unit)}  {left:.0f} s left")
 
     def done(self) -> None:
@@ -75,7 +75,12 @@ class Lines:
             self._stream.flush()
 
 
+def byte_text(count: int) -> str:
+    """Bytes for a person: ``1.50 GB``, ``2.5 MB``, ``0.3 kB``."""
+    if count >= 1e9:
+        return f"{count / 1e9:.2f} GB"
+    return f"{count / 1e6:.1f} MB" if count >= 1e6 else f"{count / 1e3:.1f} kB"
+
+
 def _amount(count: int, unit: str) -> str:
-    if unit == "B":
-        return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
-    return f"{count} {unit}".rstrip()
+    return byte_text(count) if unit == "B" else f"{count} {unit}".rstrip()

@@ -18,7 +18,7 @@ from qwen_mtp.checks_report import Check, Report, one_line, this_machine
 from qwen_mtp.checks_rows import check_rows
 from qwen_mtp.checks_sampler import check_sampler
 from qwen_mtp.errors import MissingExtraError, PackageError
-from qwen_mtp.graphs.manifest import load_manifest
+from qwen_mtp.graphs.manifest import REMEDY, load_manifest
 from qwen_mtp.progress import Progress, Silent
 from qwen_mtp.runtime.engine import Engine
 from qwen_mtp.runtime.package import Package
@@ -55,10 +55,15 @@ def verify_package(
     Raises:
         CheckpointError: The checkpoint cannot be read.
         MissingExtraError: A checkpoint was given without torch and transformers to read it.
-        PackageError: The manifest is unreadable, or a listed file is missing or of another size.
+        PackageError: The manifest is unreadable or contradicts itself.
         RequestError: ``threads`` is not a positive number.
     """
-    package = Package.open(directory)
+    try:
+        package = Package.open(directory)
+    except PackageError:
+        if (found := _missing_files(Path(directory))) is None:
+            raise
+        return Report((found,), 0, None, this_machine())
     source = None if checkpoint is None else _open_source(Path(checkpoint))
     run = _Run(package, progress)
     bench = run.load(threads) if run.files_are_whole() else None
@@ -129,11 +134,27 @@ class _Run:
         return check
 
 
+def _missing_files(root: Path) -> Check | None:
+    """The failed check on files that are gone or of another size; None if there are none."""
+    problems = []
+    for file in load_manifest(root).files:
+        path = root / file.path
+        inside = path.name == file.path
+        if inside and not path.is_file():
+            problems.append(f"{file.path}: not there")
+        elif inside and path.stat().st_size != file.bytes:
+            problems.append(
+                f"{file.path}: {path.stat().st_size} bytes, the manifest says {file.bytes}"
+            )
+    return Check("files", False, f"{'; '.join(problems)}; {REMEDY}") if problems else None
+
+
 def _open_source(directory: Path) -> "Source":
     try:
         from qwen_mtp.checks_checkpoint import Source
     except ImportError as missing:
         raise MissingExtraError(
-            "comparing with a checkpoint needs torch: pip install 'qwen-mtp[export,test]'"
+            f"comparing with a checkpoint needs {missing.name}: "
+            "pip install 'qwen-mtp[export,test]'"
         ) from missing
     return Source.open(directory)

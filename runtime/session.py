@@ -1,4 +1,4 @@
-"""Batch slots, prefill and the speculative round: the one loop of the runtime (semantics 4).
+"""Batch slots, prefill and the speculative round: the one loop of the runtime (docs/loop.md).
 
 A slot holds one sequence. ``prefill`` puts a prompt in and gives its first token; every ``step``
 then drafts K tokens, verifies them in one target pass and commits what was accepted. State is
@@ -79,10 +79,12 @@ class Session:
         most = package.max_lookahead
         k = most if num_speculative_tokens is None else num_speculative_tokens
         if not 0 <= k <= most:
-            raise RequestError(
-                f"num_speculative_tokens is {k}, the package allows 0..{most}; "
-                "export again with a larger -k"
+            remedy = (
+                f"the package allows 0..{most}; export again with a larger -k"
+                if most
+                else "the package has no MTP head; export it without --no-mtp"
             )
+            raise RequestError(f"num_speculative_tokens is {k}, {remedy}")
         geometry = package.manifest.geometry
         self.package, self.lookahead = package, k
         self.engine = engine or Engine(package, threads=threads, keep_logits=keep_logits)

@@ -31,9 +31,13 @@ from tests.commands import (
 @pytest.mark.parametrize(
     ("kind", "options", "fragments"),
     [
-        ("package", [], ["is not empty; give another directory or --overwrite"]),
+        ("package", [], ["is not empty; give another directory", "--overwrite, overwrite=True"]),
         ("folder", [], ["is not empty"]),
-        ("folder", ["--overwrite"], ["holds no package; --overwrite only replaces packages"]),
+        (
+            "folder",
+            ["--overwrite"],
+            ["holds no package; --overwrite, overwrite=True only replaces packages"],
+        ),
         ("file", [], ["is a file; give a directory that does not exist yet"]),
         ("file", ["--overwrite"], ["is a file"]),
         ("loop", [], ["is a file"]),

@@ -1,6 +1,5 @@
 """The commands as a user meets them: results, progress, JSON, exit codes, interruption."""
 
-import io
 import json
 import os
 import shutil
@@ -14,9 +13,7 @@ from typing import Any
 import click
 import pytest
 
-from qwen_mtp.cli import export_command, main
-from qwen_mtp.errors import ExportError
-from qwen_mtp.progress import Lines
+from qwen_mtp.cli import counts_line, export_command, main
 from qwen_mtp.runtime.llm import LLM
 from qwen_mtp.runtime.package import Package
 from qwen_mtp.runtime.sampling import SamplingParams
@@ -99,11 +96,12 @@ def test_a_dry_run_lists_everything_and_writes_nothing(tmp_path: Path) -> None:
     with untouched(tmp_path):
         text = qwen_mtp_export(checkpoint(), tmp_path / "package", "--dry-run", "-k", "3")
         found = qwen_mtp_export(
-            checkpoint(), tmp_path / "package", "--dry-run", "--json", "-k", "3,1", "--no-mtp"
+            checkpoint(), tmp_path / "package", "--dry-run", "--json", "--no-mtp"
         )
     for fragment in (
-        "plan  ", "target_verify_r2", "target_verify_r4", "mtp_draft_k3", "token_ids", "1x4x32",
-        "block_table", "1x5", " MB in int8", "of memory at the peak", "ssm ", "mtp_kv ",
+        "plan  ", f"target    {tmp_path}/package\n", "1 slot x 64",
+        "target_verify_r2", "target_verify_r4", "mtp_draft_k3", "token_ids", "1x4x32",
+        "block_table", "1x5", " kB in int8 on disk", "of memory at the peak", "ssm ", "mtp_kv ",
         "used, 0 unused",
     ):  # fmt: skip
         assert fragment in text.stdout, fragment
@@ -124,6 +122,19 @@ def test_a_plan_promises_the_bytes_that_the_package_holds() -> None:
     assert plan["state_bytes"]["ssm"] == sum(
         state.nbytes for state in package.manifest.states if state.kind == "ssm"
     )
+
+
+@pytest.mark.parametrize("options", [["-k", "3", "-k", "1"], ["-k", "3,1"], ["-k", "1,3,1"]])
+def test_a_repeated_k_adds_a_bucket(options: list[str]) -> None:
+    planned = qwen_mtp_export(checkpoint(), "unused", "--dry-run", "--json", *options)
+    assert parsed(planned.stdout)["geometry"]["lookaheads"] == [1, 3]
+
+
+def test_a_dry_run_refuses_what_the_export_would_refuse(tmp_path: Path) -> None:
+    path = package_copy(tmp_path)
+    with untouched(tmp_path):
+        refused(qwen_mtp_export(checkpoint(), path, "--dry-run"), 1, "is not empty", "--overwrite")
+        assert qwen_mtp_export(checkpoint(), path, "--dry-run", "--overwrite").exit_code == 0
 
 
 def test_the_other_command_exports_too(tmp_path: Path) -> None:
@@ -151,6 +162,9 @@ def test_overwriting_replaces_a_package_also_behind_a_link(tmp_path: Path) -> No
 def test_help_names_every_option_of_every_command() -> None:
     commands = {(): main, **{(name,): one for name, one in main.commands.items()}}
     assert {name for names in commands for name in names} == {"export", "inspect", "verify", "run"}
+    everything = [export_command, *main.commands.values()]
+    options = [o for one in everything for o in one.params if isinstance(o, click.Option)]
+    assert [option.name for option in options if not option.help] == []
     for names, command in commands.items():
         result = qwen_mtp(*names, "--help")
         assert (result.exit_code, result.stderr) == (0, "")
@@ -170,6 +184,7 @@ def test_help_names_every_option_of_every_command() -> None:
         (["export", "c", "p", "-k", "16"], ["-k", "16 is not in the range"]),
         (["export", "c", "p", "-k", "3,x"], ["-k", "'x' is not a valid integer"]),
         (["export", "c", "p", "-k", ""], ["-k", "'' is not a valid integer"]),
+        (["export", "c", "p", "-k", "1", "--no-mtp"], ["-k and --no-mtp exclude each other"]),
         (["export", "c", "p", "--format", "int2"], ["--format", "'int2'", "'int8'"]),
         (["export", "c", "p", "--block-size", "24"], ["--block-size", "'24'"]),
         (["export", "c", "p", "--max-num-seqs", "0"], ["--max-num-seqs"]),
@@ -207,6 +222,15 @@ def test_inspect_shows_a_package_and_a_checkpoint_as_text_and_as_json() -> None:
     shown = parsed(qwen_mtp("inspect", path, "--json").stdout)
     assert [graph["name"] for graph in shown["graphs"]] == list(GRAPHS)
     assert shown["verification"]["greedy_equal"] is True
+    tables = qwen_mtp("inspect", path, "--graphs").stdout
+    assert "block_table" in tables
+    assert "block_table" not in text.stdout
+    assert "in the stash" in next(line for line in text.stdout.splitlines() if "verify_r" in line)
+    assert [line for line in tables.splitlines() if line in text.stdout.splitlines()] == (
+        text.stdout.splitlines()
+    )
+    refused(qwen_mtp("inspect", checkpoint(), "--graphs"), 2, "--graphs is for packages")
+    refused(qwen_mtp("inspect", checkpoint().parent), 1, "neither a package", "nor a checkpoint")
     source = qwen_mtp("inspect", checkpoint())
     assert "tensors   43 (41 BF16, 2 F32), 15 MTP tensors" in source.stdout
     raw = parsed(qwen_mtp("inspect", checkpoint(), "--json").stdout)
@@ -254,7 +278,20 @@ def test_run_prints_the_text_of_a_text_and_of_ids_alike() -> None:
     ids = ",".join(map(str, output.prompt_token_ids))
     same = qwen_mtp("run", verified_package(), "--prompt-ids", ids, *options)
     assert text.stdout == same.stdout == output.outputs[0].text + "\n"
-    assert text.stderr == same.stderr == ""
+    assert text.stderr == same.stderr
+    passes, per_pass = output.stats.target_passes, output.stats.tokens_per_pass
+    (line,) = text.stderr.splitlines()
+    assert line.startswith(f"length: 12 tokens, {per_pass:.2f} a target pass ({passes} passes)")
+    quiet = qwen_mtp("run", verified_package(), "--prompt", "Once upon a time", *options, "-q")
+    assert (quiet.stdout, quiet.stderr) == (text.stdout, "")
+
+
+def test_a_stream_is_summed_up_in_a_line() -> None:
+    assert counts_line([1]) == "1 tokens"
+    assert counts_line([1, 1, 1]) == "3 tokens, 1.00 a target pass (2 passes)"
+    assert counts_line([1, 4, 2, 1]) == (
+        "8 tokens, 2.33 a target pass (3 passes); drafts kept by position: 2, 1, 1"
+    )
 
 
 def test_run_prints_ids_where_the_package_has_no_tokenizer() -> None:
@@ -262,7 +299,7 @@ def test_run_prints_ids_where_the_package_has_no_tokenizer() -> None:
     with LLM(path, threads=1) as llm:
         expected = llm.generate([5, 6, 7], SamplingParams(max_tokens=6))[0].outputs[0].token_ids
     code = "import sys; sys.modules['tokenizers'] = None; main()"
-    with spawn(code, "run", path, "--prompt-ids", "5,6,7", "--max-tokens", "6") as process:
+    with spawn(code, "run", path, "--prompt-ids", "5,6,7", "--max-tokens", "6", "-q") as process:
         out, err = process.communicate()
     assert (out.split(), err) == ([str(token) for token in expected], "")
 
@@ -292,56 +329,12 @@ def test_run_prints_no_part_of_a_stop_text() -> None:
     assert cut == whole[: whole.index(stop)]
 
 
-# --- progress ---------------------------------------------------------------------------------
-
-
-class Terminal(io.StringIO):
-    """Says that it is one."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()], ids=["file", "terminal"])
-def test_progress_is_a_line_a_phase_and_redrawn_on_a_terminal_only(stream: io.StringIO) -> None:
-    progress = Lines(stream)
-    progress.phase("weights", 4_000_000, "B")
-    progress.advance(1_000_000)
-    progress.advance(3_000_000)
-    progress.phase("checksums")
-    progress.done()
-    progress.done()
-    *lines, rest = stream.getvalue().split("\n")
-    assert rest == ""
-    assert [line.split("\x1b[K")[-1].split()[0] for line in lines] == ["weights", "checksums"]
-    assert lines[0].endswith(" s  4.0 MB")
-    assert ("\x1b[K" in stream.getvalue()) == stream.isatty()
-    assert (" 25 %  1.0 MB" in stream.getvalue()) == stream.isatty()
-
-
-def test_an_error_does_not_share_its_line_with_a_half_drawn_phase(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fails(*_: object, progress: Lines, **__: object) -> None:
-        progress.phase("weights", 10, "B")
-        progress.advance(5)
-        raise ExportError("disk: full; free some space")
-
-    terminal = Terminal()
-    monkeypatch.setattr("qwen_mtp.pipeline.export_package", fails)
-    monkeypatch.setattr(sys, "stderr", terminal)
-    with pytest.raises(SystemExit) as end:
-        export_command(["checkpoint", "package"])
-    assert end.value.code == 1
-    assert terminal.getvalue().endswith("\r\x1b[KError: disk: full; free some space\n")
-
-
 # --- pipes and interruption -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command", ["inspect", "run"])
 def test_a_reader_that_leaves_early_sees_no_traceback(command: str) -> None:
-    options = ["--prompt-ids", "1,2", "--ignore-eos"] if command == "run" else []
+    options = ["--prompt-ids", "1,2", "--ignore-eos", "-q"] if command == "run" else []
     reader, writer = os.pipe()
     os.close(reader)
     with spawn("main()", command, verified_package(), *options, stdout=writer) as process:

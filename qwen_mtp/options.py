@@ -1,0 +1,121 @@
+"""What the commands take: types of values, and the options of an export and of a request."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+DEFAULT_LOOKAHEAD = 3
+DIRECTORY = click.Path(path_type=Path, readable=False)  # what cannot be read exits with 1
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+quiet_option = click.option("-q", "--quiet", is_flag=True, help="Nothing on stderr but errors.")
+threads_option = click.option(
+    "--threads",
+    type=click.IntRange(1, 1024),
+    help="Threads in an operator  [default: usable cores]",
+)
+
+
+class LookaheadList(click.ParamType[tuple[int, ...]]):
+    """``3`` or ``3,1``: numbers of drafts, each 1..15."""
+
+    name = "K[,K...]"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        """Parse the list."""
+        if isinstance(value, tuple):
+            return value
+        parse: Any = click.IntRange(1, 15)
+        return tuple(parse.convert(part.strip(), param, ctx) for part in str(value).split(","))
+
+
+class IdList(click.ParamType[list[int]]):
+    """``1,2,3``: token ids."""
+
+    name = "ID[,ID...]"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> list[int]:
+        """Parse the list; an empty one is left to the package to refuse."""
+        if isinstance(value, list):
+            return value
+        parts = [part.strip() for part in str(value).split(",") if part.strip()]
+        parse: Any = click.INT
+        return [parse.convert(part, param, ctx) for part in parts]
+
+
+def export_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The choices of an export as options."""
+    return _with_options(
+        command,
+        click.option(
+            "--target", type=click.Choice(["onnx"]), default="onnx", show_default=True,
+            help="What the package is compiled for: onnx is ONNX Runtime on the CPU.",
+        ),
+        click.option(
+            "--format", "format_", type=click.Choice(["fp32", "int8", "int4"]), default="int8",
+            show_default=True, help="Weight format.",
+        ),
+        click.option(
+            "-k", "--num-speculative-tokens", "lookaheads", type=LookaheadList(), multiple=True,
+            help=f"Drafts a round: K, or K,K for several  [default: {DEFAULT_LOOKAHEAD}]",
+        ),
+        click.option(
+            "--max-model-len", type=click.IntRange(2),
+            help="Positions of a sequence, prompt included  [default: 4096 or the model's limit]",
+        ),
+        click.option(
+            "--max-num-seqs", type=click.IntRange(1, 256), default=1, show_default=True,
+            help="Sequences that run together; each slot has its own state.",
+        ),
+        click.option(
+            "--block-size", type=click.Choice(["8", "16", "32", "64", "128", "256"]),
+            default="64", show_default=True,
+            help="Positions in a block of the key/value pools, which sequences take as they grow.",
+        ),
+        click.option(
+            "--prefill-chunk", type=click.IntRange(1, 4096), default=128, show_default=True,
+            help="Rows of a prompt in one pass; more need more scratch memory.",
+        ),
+        click.option("--no-mtp", is_flag=True, help="The target alone, for plain decoding."),
+        click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
+        click.option("--overwrite", is_flag=True, help="Replace an existing package."),
+        click.option("--no-verify", is_flag=True, help="Skip the parity check at the end."),
+    )  # fmt: skip
+
+
+def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of a request; what is not given is the package's default."""
+    theirs = "[default: the checkpoint's generation_config]"
+    return _with_options(
+        command,
+        click.option(
+            "--max-tokens", type=int, default=128, show_default=True, help="Most tokens to emit."
+        ),
+        click.option("--temperature", type=float, help=f"0 is greedy  {theirs}"),
+        click.option(
+            "--top-k", type=int, help=f"Draw from the k likeliest tokens; 0 keeps all  {theirs}"
+        ),
+        click.option(
+            "--top-p", type=float,
+            help=f"Draw from the likeliest tokens up to this mass; 1 keeps all  {theirs}",
+        ),
+        click.option("--seed", type=int, help="Repeat a sampled text  [default: a fresh one]"),
+        click.option("--stop", multiple=True, help="End before this text; may be repeated."),
+        click.option("--ignore-eos", is_flag=True, help="Go on after the end of the text."),
+        click.option(
+            "-k", "--num-speculative-tokens", type=click.IntRange(0, 15),
+            help="Drafts a round, 0 is plain decoding  [default: the most exported]",
+        ),
+    )  # fmt: skip
+
+
+def _with_options(command: Callable[..., Any], *options: Callable[..., Any]) -> Callable[..., Any]:
+    """Apply decorators so that help lists the options in this order."""
+    for option in reversed(options):
+        command = option(command)
+    return command
