@@ -10,7 +10,7 @@ import pytest
 
 import qwen_mtp
 from qwen_mtp.config import ModelConfig
-from qwen_mtp.graphs.manifest import PackageManifest
+from qwen_mtp.graphs.manifest import PackageManifest, Verification
 from qwen_mtp.graphs.signature import graph_specs
 from qwen_mtp.graphs.spec import Geometry, state_specs
 from tests.checkpoints import tiny_config
@@ -43,7 +43,8 @@ def test_the_readme_imports_what_the_package_offers() -> None:
 
 def test_the_format_document_names_every_field_of_the_manifest() -> None:
     text = read("docs", "package-format.md")
-    names = {*PackageManifest.__struct_fields__, *(field.name for field in fields(Geometry))}
+    names = {*PackageManifest.__struct_fields__, *Verification.__struct_fields__}
+    names |= {*(field.name for field in fields(Geometry))}
     assert {name for name in names if f"`{name}`" not in text} == set()
 
 
