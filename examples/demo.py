@@ -42,17 +42,23 @@ def export() -> None:
     print(f"{size / 1e6:.1f} MB, exported and verified in {seconds:.1f} s\n")
 
 
-def generate(num_speculative_tokens: int) -> list[RequestOutput]:
-    """Continue every prompt greedily; 0 drafts is plain decoding."""
+def generate(num_speculative_tokens: int) -> tuple[list[RequestOutput], float]:
+    """Continue every prompt greedily, and the seconds that took; 0 drafts is plain decoding."""
     params = SamplingParams(temperature=0, max_tokens=64)
     with LLM(PACKAGE, num_speculative_tokens=num_speculative_tokens) as llm:
-        return llm.generate(list(PROMPTS), params)
+        start = time.perf_counter()
+        outputs = llm.generate(list(PROMPTS), params)
+        return outputs, time.perf_counter() - start
 
 
 def show_text(output: RequestOutput) -> None:
-    """Print a prompt and how it went on."""
-    for line in f"{output.prompt}{output.outputs[0].text}".splitlines():
+    """Print a prompt, and below it what the model went on with."""
+    print("prompt")
+    for line in (output.prompt or "").splitlines():
         print(f"    {line}")
+    print("continuation")
+    for line in output.outputs[0].text.splitlines():
+        print(f"  > {line}")
     print()
 
 
@@ -75,7 +81,7 @@ def tokens_per_pass(stats: Sequence[Stats]) -> float:
 def main() -> int:
     """Run the demonstration; 1 when speculation changed an output."""
     export()
-    speculative, plain = generate(LOOKAHEAD), generate(0)
+    (speculative, seconds), (plain, plain_seconds) = generate(LOOKAHEAD), generate(0)
     for output in speculative:
         show_text(output)
     fast, slow = [o.stats for o in speculative], [o.stats for o in plain]
@@ -87,7 +93,10 @@ def main() -> int:
     print(f"{tokens_per_pass(slow):.2f} without ({passes[0]} passes instead of {passes[1]})")
     pairs = zip(speculative, plain, strict=True)
     equal = all(a.outputs[0].token_ids == b.outputs[0].token_ids for a, b in pairs)
-    print(f"outputs with and without speculation: {'equal' if equal else 'DIFFERENT'}")
+    print(f"seconds: {seconds:.2f} with drafts, {plain_seconds:.2f} without")
+    tokens = sum(len(output.outputs[0].token_ids) for output in plain)
+    verdict = "equal" if equal else "DIFFERENT"
+    print(f"outputs with and without speculation: {verdict} ({tokens} tokens compared)")
     return 0 if equal else 1
 
 
