@@ -192,6 +192,9 @@ def check_target(package: Path, overwrite: bool) -> None:
         ExportError: It is a file, holds something else than a package, or may not be replaced.
         OSError: It cannot be looked at.
     """
+    above = next(path for path in Path(os.path.abspath(package)).parents if path.exists())
+    if not above.is_dir():
+        raise ExportError(f"{above}: is a file; choose a directory that can be written")
     if not package.exists() and not package.is_symlink():
         return
     if not package.is_dir():

@@ -247,7 +247,7 @@ def counts_line(counts: Sequence[int]) -> str:
         counts: Tokens of each piece: the prompt's one token, then those of each target pass.
     """
     passes = counts[1:]
-    line = f"{sum(counts)} tokens"
+    line = f"{sum(counts)} token{'' if sum(counts) == 1 else 's'}"
     if passes:
         line += f", {sum(passes) / len(passes):.2f} a target pass ({len(passes)} passes)"
     most = max(passes, default=0)

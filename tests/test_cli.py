@@ -90,6 +90,8 @@ def test_without_mtp_the_target_alone_is_exported_and_runs() -> None:
     assert "mtp_kv" not in shown["state_bytes"]
     done = qwen_mtp("run", path, "--prompt-ids", "5,6,7", "--max-tokens", "5", "--json")
     assert parsed(done.stdout)["stats"]["drafted"] == []
+    drafts = qwen_mtp("run", path, "--prompt-ids", "5,6,7", "-k", "3")
+    refused(drafts, 1, "the package has no MTP head; export it without --no-mtp")
 
 
 def test_a_dry_run_lists_everything_and_writes_nothing(tmp_path: Path) -> None:
@@ -134,6 +136,8 @@ def test_a_dry_run_refuses_what_the_export_would_refuse(tmp_path: Path) -> None:
     path = package_copy(tmp_path)
     with untouched(tmp_path):
         refused(qwen_mtp_export(checkpoint(), path, "--dry-run"), 1, "is not empty", "--overwrite")
+        below = path / "model.onnx" / "package"
+        refused(qwen_mtp_export(checkpoint(), below, "--dry-run"), 1, "model.onnx: is a file")
         assert qwen_mtp_export(checkpoint(), path, "--dry-run", "--overwrite").exit_code == 0
 
 
@@ -287,7 +291,7 @@ def test_run_prints_the_text_of_a_text_and_of_ids_alike() -> None:
 
 
 def test_a_stream_is_summed_up_in_a_line() -> None:
-    assert counts_line([1]) == "1 tokens"
+    assert counts_line([1]) == "1 token"
     assert counts_line([1, 1, 1]) == "3 tokens, 1.00 a target pass (2 passes)"
     assert counts_line([1, 4, 2, 1]) == (
         "8 tokens, 2.33 a target pass (3 passes); drafts kept by position: 2, 1, 1"
