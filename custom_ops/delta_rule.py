@@ -61,6 +61,34 @@ def gated_delta_rule(
     return out, state
 
 
+def delta_gates(a: Floats, b: Floats, decay: Floats, dt_bias: Floats) -> tuple[Floats, Floats]:
+    """Log decay and update rate of each row and value head.
+
+    Args:
+        a: ``[B, R, Nv]`` float32.
+        b: ``[B, R, Nv]`` float32.
+        decay: ``[Nv]`` float32, ``-exp(A_log)``.
+        dt_bias: ``[Nv]`` float32.
+
+    Returns:
+        ``g = decay * softplus(a + dt_bias)`` and ``beta = sigmoid(b)``, each ``[B, R, Nv]``.
+    """
+    zero = np.float32(0)
+    g = decay * np.logaddexp(zero, a + dt_bias)
+    return np.asarray(g, np.float32), np.asarray(np.exp(-np.logaddexp(zero, -b)), np.float32)
+
+
+def _gates_fake(a: Any, b: Any, decay: Any, dt_bias: Any) -> tuple[Any, Any]:
+    return a.new_empty(a.shape), b.new_empty(b.shape)
+
+
+def _gates_onnx(op: Any, a: Any, b: Any, decay: Any, dt_bias: Any) -> tuple[Any, Any]:
+    # ONNX Runtime's Softplus rounds an element by its place in the buffer (vector body or tail,
+    # thread boundary), so a row would depend on its neighbours; this kernel goes one by one.
+    g, beta = op.LinearAttentionGate(a, dt_bias, decay, b, _domain=MICROSOFT, _outputs=2)
+    return g, beta
+
+
 def _fake(q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, count: Any) -> tuple[Any, Any]:
     return v.new_empty(v.shape), state.new_empty(state.shape)
 
@@ -102,6 +130,13 @@ def _onnx(
     return op.Reshape(out, [0, 0, heads, value_dim]), state
 
 
+DELTA_GATES = Operator(
+    name="delta_gates",
+    schema="(Tensor a, Tensor b, Tensor decay, Tensor dt_bias) -> (Tensor, Tensor)",
+    meaning=delta_gates,
+    fake=_gates_fake,
+    onnx=_gates_onnx,
+)
 GATED_DELTA_RULE = Operator(
     name="gated_delta_rule",
     schema="(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor state, Tensor? count)"

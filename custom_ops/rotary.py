@@ -12,6 +12,7 @@ from qwen_mtp.custom_ops.operator import Operator, const
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
+PACKET = 16  # values of the widest vector register
 
 
 def inverse_frequencies(dim: int, theta: float) -> Floats:
@@ -60,9 +61,16 @@ def _table_fake(start: Any, rows: int, dim: int, theta: float) -> tuple[Any, Any
 def _table_onnx(op: Any, start: Any, rows: int, dim: int, theta: float) -> tuple[Any, Any]:
     steps = const(op, np.arange(rows, dtype=np.int32)[None])
     positions = op.Cast(op.Add(op.Unsqueeze(start, [1]), steps), to=1)
-    frequencies = const(op, inverse_frequencies(dim, theta))
-    angles = op.Mul(op.Unsqueeze(positions, [2]), frequencies)
-    return op.Cos(angles), op.Sin(angles)
+    # The kernels of Cos and Sin round the tail of a buffer unlike its body: no tail, so that the
+    # table of a position does not depend on how many rows there are.
+    half, width = dim // 2, -(-dim // (2 * PACKET)) * PACKET
+    frequencies = np.zeros(width, np.float32)
+    frequencies[:half] = inverse_frequencies(dim, theta)
+    angles = op.Mul(op.Unsqueeze(positions, [2]), const(op, frequencies))
+    if width == half:
+        return op.Cos(angles), op.Sin(angles)
+    first, end, axis = (const(op, np.array([n], np.int64)) for n in (0, half, 2))
+    return tuple(op.Slice(f(angles), first, end, axis) for f in (op.Cos, op.Sin))
 
 
 def _fake(x: Any, cos: Any, sin: Any) -> Any:

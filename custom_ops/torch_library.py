@@ -28,6 +28,7 @@ OPERATORS: tuple[Operator, ...] = (
     rotary.ROTARY_EMBEDDING,
     causal_conv.CAUSAL_CONV,
     causal_conv.CONV_WINDOW,
+    delta_rule.DELTA_GATES,
     delta_rule.GATED_DELTA_RULE,
     attention.KV_WRITE,
     attention.PAGED_ATTENTION,

@@ -84,7 +84,6 @@ FORMS: dict[Any, Form] = {
     aten.unsqueeze.default: lambda op, x, dim: op.Unsqueeze(x, _axes(op, dim)),
     aten.sigmoid.default: lambda op, x: op.Sigmoid(x),
     aten.silu.default: lambda op, x: op.Mul(x, op.Sigmoid(x)),
-    aten.softplus.default: lambda op, x: op.Softplus(x),
     aten.clamp.default: _clamp,
     aten.full.default: _full,
     aten.to.dtype: _cast,

@@ -63,8 +63,8 @@ class DeltaNet(nn.Module):
         q, k = torch.split(qk, [keys, keys], dim=2)
         v = v.reshape(batch, rows, heads, c.linear_value_head_dim)
         b, a = torch.split(ba, [heads, heads], dim=2)
-        softened = torch.nn.functional.softplus(a + self.dt_bias.weight)
-        return Gated(q, k, v, self.decay.weight * softened, torch.sigmoid(b))
+        g, beta = ops.delta_gates(a, b, self.decay.weight, self.dt_bias.weight)
+        return Gated(q, k, v, g, beta)
 
     def _leave(self, o: Tensor, z: Tensor) -> Tensor:
         """Gated norm and output projection: norm first, then the gate."""

@@ -166,6 +166,12 @@ def quantised(quantise: Callable[[Array], Any], weight: Array) -> list[Array]:
 Case = tuple[list[Any], tuple[int, ...], float]
 
 
+def gate_inputs(rng: np.random.Generator) -> list[Any]:
+    """a, b, the negative decay and its bias, for four value heads."""
+    a, b = normal(rng, 2, 5, 4) * 3, normal(rng, 2, 5, 4) * 3
+    return [a, b, -np.exp(normal(rng, 4)), normal(rng, 4)]
+
+
 def cases(rng: np.random.Generator) -> dict[str, Case]:
     """Arguments of every operator, which are stored, and the tolerance (0: the same bits)."""
     x, weight, ids = normal(rng, 6, 64), normal(rng, 48, 64), ints(7, 0, -1, 47, 7)
@@ -200,4 +206,5 @@ def cases(rng: np.random.Generator) -> dict[str, Case]:
         "pad_rows": ([normal(rng, 2, 3, 8), 5, 0], (), 0),
         "pad_rows of ids": ([rng.integers(0, 99, (2, 2), dtype=np.int32), 4, -1], (), 0),
         "pad_rows of enough": ([normal(rng, 2, 3), 3, 0], (), 0),
+        "delta_gates": (gate_inputs(rng), (2, 3), 2e-6),
     }

@@ -22,6 +22,7 @@ from tests.operators import (
     compiled,
     delta_inputs,
     each,
+    gate_inputs,
     ints,
     normal,
     quantised,
@@ -106,6 +107,13 @@ def test_causal_conv_is_conv1d_over_the_window_and_the_rows(taps: int) -> None:
     line = tensor(np.concatenate([window, u], axis=1)).transpose(1, 2)
     expected = functional.silu(functional.conv1d(line, tensor(weight), groups=12))
     close(causal_conv.causal_conv(u, weight, window), expected.transpose(1, 2))
+
+
+def test_the_gates_are_softplus_and_sigmoid_of_torch() -> None:
+    a, b, decay, bias = gate_inputs(np.random.default_rng(6))
+    g, beta = delta_rule.delta_gates(a, b, decay, bias)
+    close(g, tensor(decay) * functional.softplus(tensor(a + bias)))
+    close(beta, torch.sigmoid(tensor(b)))
 
 
 @pytest.mark.parametrize("ratio", [1, 2, 3, 4])
