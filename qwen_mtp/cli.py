@@ -6,6 +6,7 @@ what to do, 2 wrong usage, 3 a check of the package failed.
 
 import errno
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -116,6 +117,7 @@ def export_command(
             check_target(Path(os.path.abspath(package)), overwrite)
             _show(describe_plan(plan, package), as_json, tables=True)
             return
+        _end_on_signals()
         done = export_package(
             checkpoint,
             package,
@@ -139,6 +141,12 @@ def _show(description: Any, as_json: bool, tables: bool = False) -> None:
 @click.version_option(package_name="qwen-mtp")
 def main() -> None:
     """Qwen3.5/3.6/3.8 with multi-token prediction, compiled and run offline."""
+
+
+def _end_on_signals() -> None:
+    """Leave by an exception when told to stop, so that nothing half-written stays behind."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda caught, _: sys.exit(128 + caught))
 
 
 main.add_command(export_command)

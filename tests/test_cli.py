@@ -348,25 +348,32 @@ def test_a_reader_that_leaves_early_sees_no_traceback(command: str) -> None:
     assert process.returncode in (1, 141)
 
 
-@pytest.mark.parametrize("phase", ["graph prefill", "golden values"])
+@pytest.mark.parametrize(
+    ("phase", "told", "code", "line"),
+    [
+        ("graph prefill", signal.SIGINT, 1, "Aborted!"),
+        ("golden values", signal.SIGINT, 1, "Aborted!"),
+        ("golden values", signal.SIGTERM, 143, ""),
+    ],
+)
 def test_an_interrupted_export_leaves_nothing_and_the_old_package(
-    tmp_path: Path, phase: str
+    tmp_path: Path, phase: str, told: signal.Signals, code: int, line: str
 ) -> None:
     """The phase waits for the signal, so that it always comes in the middle."""
     package = package_copy(tmp_path)
-    code = (
+    script = (
         "import time; from qwen_mtp.progress import Lines;"
         f"wait = lambda self, title, *_: title == {phase!r} and "
         "(print('here', flush=True), time.sleep(60)); Lines.phase = wait; export_command()"
     )
     options = ("--overwrite", "-k", "1", *GEOMETRY)
-    with untouched(tmp_path), spawn(code, checkpoint(), package, *options) as process:
+    with untouched(tmp_path), spawn(script, checkpoint(), package, *options) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "here\n"
         assert len(list(tmp_path.iterdir())) == 2, "nothing is staged yet"
         time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(told)
         out, err = process.communicate(timeout=60)
-    assert process.returncode == 1
+    assert process.returncode == code
     assert out == ""
-    assert err.strip() == "Aborted!"
+    assert err.strip() == line
