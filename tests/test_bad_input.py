@@ -85,6 +85,7 @@ def pointer_shard(directory: Path) -> None:
     (directory / "model.safetensors").write_text(pointer)
 
 
+NEITHER = "is neither a package (manifest.json) nor a checkpoint (config.json)"
 FILES: list[tuple[Callable[[Path], None], list[str]]] = [
     (no_config, ["config.json: no such file", "original checkpoint"]),
     (corrupt_config, ["config.json: not JSON"]),
@@ -110,7 +111,9 @@ def test_a_damaged_file_is_named(
     damage(directory)
     refused(rejected(directory, tmp_path), 1, str(directory), *fragments)
     inspected = qwen_mtp("inspect", directory)
-    if damage is not bad_generation_config:
+    if damage is no_config:
+        refused(inspected, 1, str(directory), NEITHER)
+    elif damage is not bad_generation_config:
         refused(inspected, 1, *fragments)
 
 
@@ -126,7 +129,8 @@ def test_a_place_that_holds_no_checkpoint_is_named(tmp_path: Path, kind: str) ->
         (tmp_path / "other").symlink_to(directory)
     wanted = "config.json: no such file" if kind == "empty" else "no such directory; pass the"
     refused(rejected(directory, tmp_path), 1, str(directory), wanted)
-    refused(qwen_mtp("inspect", directory), 1, str(directory), wanted)
+    inspected = NEITHER if kind == "empty" else wanted
+    refused(qwen_mtp("inspect", directory), 1, str(directory), inspected)
 
 
 # --- checkpoints: tensors ---------------------------------------------------------------------

@@ -38,7 +38,9 @@ GRAPHS = ("prefill", "target_verify_r2", "mtp_draft_k1")
 
 def spawn(code: str, *arguments: object, **options: Any) -> subprocess.Popen[str]:
     """A command in a process of its own: ``code`` imports and calls it."""
-    command = [sys.executable, "-c", f"from qwen_mtp.cli import *; {code}"]
+    # A parent in the background hands on that SIGINT is ignored; a terminal does not.
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    command = [sys.executable, "-c", f"{heard}; from qwen_mtp.cli import *; {code}"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen([*command, *map(str, arguments)], text=True, **(pipes | options))
 

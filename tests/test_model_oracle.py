@@ -154,7 +154,7 @@ def test_the_eager_modules_have_the_logits_of_transformers() -> None:
 def _replace(monkeypatch: pytest.MonkeyPatch, module: str, **wrong: Callable[..., Any]) -> None:
     """Give one module of the graphs other operators."""
     names = ("rms_norm", "rotary_table", "rotary_embedding", "causal_conv", "conv_window")
-    names += ("gated_delta_rule", "kv_write", "paged_attention", "pad_rows")
+    names += ("delta_gates", "gated_delta_rule", "kv_write", "paged_attention", "pad_rows")
     changed = SimpleNamespace(**{name: getattr(ops, name) for name in names} | wrong)
     monkeypatch.setattr(f"qwen_mtp.graphs.{module}.ops", changed)
 
