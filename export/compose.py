@@ -20,6 +20,7 @@ from qwen_mtp.custom_ops.linear import FLAT
 from qwen_mtp.custom_ops.operator import MICROSOFT, NAMESPACE, const
 from qwen_mtp.export.lowering import input_values, lower, trace
 from qwen_mtp.graphs.layers import weight_groups
+from qwen_mtp.graphs.manifest import SELECTOR
 from qwen_mtp.graphs.model import Graph, Model
 from qwen_mtp.graphs.signature import graph_specs
 from qwen_mtp.graphs.spec import Geometry, GraphSpec
@@ -27,7 +28,6 @@ from qwen_mtp.graphs.weights import PAGE, StoredTensor, WeightGroup
 
 OPSET = 24
 IR_VERSION = 11
-SELECTOR = "graph"
 WEIGHTS_FILE = "weights.bin"
 _ONNX = {"float32": ir.DataType.FLOAT, "int32": ir.DataType.INT32}
 _STORED = {"float32": ir.DataType.FLOAT, "int8": ir.DataType.INT8, "uint8": ir.DataType.UINT8}

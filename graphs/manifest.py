@@ -12,6 +12,7 @@ from qwen_mtp.graphs.weights import StoredTensor
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
+SELECTOR = "graph"  # input of the model that holds the index of the graph to run
 REMEDY = "export the checkpoint again"
 
 

@@ -17,13 +17,12 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 from qwen_mtp.errors import PackageError, RequestError
-from qwen_mtp.graphs.manifest import REMEDY
+from qwen_mtp.graphs.manifest import REMEDY, SELECTOR
 from qwen_mtp.graphs.spec import GraphSpec, StateSpec, TensorSpec
 from qwen_mtp.runtime.package import Package
 
 Array = npt.NDArray[Any]
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, others need not
-SELECTOR = "graph"
 # Sums over the context are taken in fixed strides; a table is widened in steps of this many
 # positions so that a row's bits do not depend on how far its neighbours have come.
 POSITION_STEP = 128
