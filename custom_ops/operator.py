@@ -25,6 +25,12 @@ class Operator:
         fake: Shapes and dtypes: called with torch tensors, answers with ``x.new_empty(...)``.
         onnx: Called with an onnxscript ``OpBuilder`` and the inputs as graph values (numbers for
             attributes), answers with the output value(s).
+        decomposed: The operator in aten calls on torch tensors, every shape static: what a back
+            end without a kernel of its own runs (portable GE graphs, standard ONNX). None where
+            the operator is a primitive there; it then has a ``ge`` form.
+        fused: The operator in calls of ``torch.ops.npu``: the kernels of Ascend 910B and A3. None
+            takes ``decomposed``.
+        ge: A torchair converter: called with GE tensors and ``meta_outputs``, emits GE nodes.
     """
 
     name: str
@@ -32,6 +38,9 @@ class Operator:
     meaning: Callable[..., Any]
     fake: Callable[..., Any]
     onnx: Callable[..., Any]
+    decomposed: Callable[..., Any] | None = None
+    fused: Callable[..., Any] | None = None
+    ge: Callable[..., Any] | None = None
 
 
 def const(op: Any, array: npt.NDArray[Any]) -> Any:
