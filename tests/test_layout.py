@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("custom_ops", "export", "graphs", "runtime")
+FOLDERS = ("custom_ops", "export", "ge", "graphs", "runtime")
 HEAVY = ("torch", "onnx", "onnx_ir", "onnxscript", "transformers", "scipy")
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 

@@ -1,0 +1,1 @@
+"""GE graphs of Ascend: read, checked and re-executed without an NPU."""

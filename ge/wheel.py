@@ -1,0 +1,97 @@
+"""Finds torch_npu, whose wheel holds torchair, the graph messages and the operator prototypes.
+
+The wheel needs CANN to be imported, and once it stands in site-packages a plain ``import torch``
+tries exactly that. So it may also lie beside the environment, in ``<prefix>/npu``, where torch
+does not see it; only its Python files and string tables are read.
+"""
+
+import importlib.util
+import os
+import re
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from qwen_mtp.errors import MissingExtraError
+
+VERSION = "2.13.0"
+PLACE = "QWEN_MTP_TORCH_NPU"  # environment variable: the directory that holds torch_npu
+_REMEDY = (
+    f"pip install 'qwen-mtp[npu]', or beside the environment: python -m pip install --no-deps "
+    f"--target {sys.prefix}/npu torch_npu=={VERSION}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Wheel:
+    """The unpacked or installed wheel.
+
+    Attributes:
+        root: The directory ``torch_npu``.
+        version: Its version.
+    """
+
+    root: Path
+    version: str
+
+    @property
+    def torchair(self) -> Path:
+        """The directory of the torchair package."""
+        return self.root / "dynamo" / "torchair"
+
+
+@cache
+def find_wheel() -> Wheel:
+    """Locate torch_npu without importing it.
+
+    Raises:
+        MissingExtraError: It is nowhere, or is not the version that was tested.
+    """
+    for root in _places():
+        if (root / "dynamo" / "torchair" / "__init__.py").is_file():
+            return _checked(root)
+    raise MissingExtraError(f"Ascend graphs need torch_npu {VERSION}: {_REMEDY}")
+
+
+@cache
+def messages() -> Any:
+    """The protobuf classes of GE graphs (``ModelDef``, ``DataType``, ...).
+
+    Raises:
+        MissingExtraError: torch_npu or protobuf is missing.
+    """
+    folder = find_wheel().torchair / "_ge_concrete_graph"
+    try:
+        return _load("qwen_mtp.ge._ge_ir", folder / "ge_ir_by_protoc_3_19_pb2.py")
+    except ModuleNotFoundError as missing:
+        raise MissingExtraError(
+            f"reading Ascend graphs needs {missing.name}: pip install 'qwen-mtp[npu]'"
+        ) from missing
+
+
+def _places() -> list[Path]:
+    given = os.environ.get(PLACE)
+    if given:
+        return [Path(given), Path(given) / "torch_npu"]
+    return [Path(folder) / "torch_npu" for folder in (f"{sys.prefix}/npu", *sys.path) if folder]
+
+
+def _checked(root: Path) -> Wheel:
+    text = (root / "version.py").read_text(encoding="utf-8")
+    found = re.search(r"__version__\s*=\s*['\"]([^'\"]+)", text)
+    version = found[1] if found else "unknown"
+    if version != VERSION:
+        raise MissingExtraError(f"{root}: torch_npu is {version}, {VERSION} is needed: {_REMEDY}")
+    return Wheel(root, version)
+
+
+def _load(name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
