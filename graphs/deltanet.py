@@ -1,4 +1,8 @@
-"""Gated DeltaNet with lazy commit (docs/loop.md, docs/adr/0005)."""
+"""Gated DeltaNet with lazy commit (docs/loop.md, docs/adr/0005).
+
+In the layout ``slots`` commit is the choice of a state instead: a round leaves one state for each
+of its rows, and the next one goes on from that of the last accepted row.
+"""
 
 from dataclasses import dataclass
 
@@ -9,7 +13,7 @@ from qwen_mtp.config import ModelConfig
 from qwen_mtp.custom_ops.torch_library import ops
 from qwen_mtp.graphs.io import GraphIO
 from qwen_mtp.graphs.layers import Linear, RMSNorm, Vector
-from qwen_mtp.graphs.spec import WeightFormat
+from qwen_mtp.graphs.spec import Geometry
 
 Tensor = torch.Tensor
 L2_EPS = 1e-6
@@ -29,9 +33,11 @@ class Gated:
 class DeltaNet(nn.Module):
     """One linear-attention layer; its states are ``{name}.conv``, ``.ssm`` and ``.stash.*``."""
 
-    def __init__(self, config: ModelConfig, prefix: str, name: str, format: WeightFormat) -> None:
-        """Qkv and z are one matrix; b and a are one small fp32 matrix, never quantised."""
+    def __init__(self, config: ModelConfig, geometry: Geometry, prefix: str, name: str) -> None:
+        """Qkv and z are one matrix; b and a are one small matrix, never quantised."""
         super().__init__()
+        format = geometry.format
+        self.slots = geometry.layout == "slots"
         heads, width = config.linear_num_value_heads, config.hidden_size
         self.config, self.name = config, name
         self.channels = config.conv_channels
@@ -42,7 +48,7 @@ class DeltaNet(nn.Module):
         ]
         self.qkvz = Linear(parts, width, format)
         gates = [(f"{prefix}.in_proj_b.weight", heads), (f"{prefix}.in_proj_a.weight", heads)]
-        self.ba = Linear(gates, width, "fp32")
+        self.ba = Linear(gates, width, geometry.full_format)
         self.conv = Vector(f"{prefix}.conv1d.weight", (self.channels, 1, config.conv_kernel))
         self.decay = Vector(f"{prefix}.A_log", (heads,), "minus_exp")
         self.dt_bias = Vector(f"{prefix}.dt_bias", (heads,))
@@ -82,21 +88,40 @@ class DeltaNet(nn.Module):
 
     def prefill(self, io: GraphIO, x: Tensor, num_valid: Tensor) -> Tensor:
         """A chunk of one sequence: rows at or after ``num_valid`` never reach the state."""
-        conv, ssm = f"{self.name}.conv", f"{self.name}.ssm"
+        window, state = self._first(io)
         u, z, ba = self._enter(x, 1)
-        mixed = ops.causal_conv(u, self.conv.weight, io[conv])
+        mixed = ops.causal_conv(u, self.conv.weight, window)
         rows = self._gate(mixed, ba)
         o, state = ops.gated_delta_rule(
-            rows.q, rows.k, rows.v, rows.g, rows.beta, io[ssm], num_valid
+            rows.q, rows.k, rows.v, rows.g, rows.beta, state, num_valid
         )
-        io.advance(conv, ops.conv_window(io[conv], u, num_valid))
-        io.advance(ssm, state)
+        self._keep(io, ops.conv_window(window, u, num_valid), state)
         return self._leave(o, z)
+
+    def _first(self, io: GraphIO) -> tuple[Tensor, Tensor]:
+        """Window ``[1, W - 1, C]`` and state ``[1, Nv, Dk, Dv]`` that a chunk starts from."""
+        window, state = io[f"{self.name}.conv"], io[f"{self.name}.ssm"]
+        if self.slots:
+            return window[:, : self.config.conv_kernel - 1], state[:, 0].transpose(-1, -2)
+        return window, state
+
+    def _keep(self, io: GraphIO, window: Tensor, state: Tensor) -> None:
+        """Leave both where the next chunk, or the first round, looks for them."""
+        conv, ssm = f"{self.name}.conv", f"{self.name}.ssm"
+        if self.slots:
+            columns = torch.arange(window.shape[1], dtype=torch.int32)
+            window = ops.scatter_rows(io[conv], columns, window[0])
+            first = torch.zeros(1, dtype=torch.int32)
+            state = ops.scatter_rows(io[ssm], first, state.transpose(-1, -2))
+        io.advance(conv, window)
+        io.advance(ssm, state)
 
     def verify(self, io: GraphIO, x: Tensor, num_accepted: Tensor) -> Tensor:
         """Commit the accepted rows of the last round, then run the new rows on that state."""
         batch = num_accepted.shape[0]
         u, z, ba = self._enter(x, batch)
+        if self.slots:
+            return self._leave(self._choose(io, u, ba, num_accepted), z)
         window = self._commit(io, num_accepted)
         mixed = ops.causal_conv(u, self.conv.weight, window)
         rows = self._gate(mixed, ba)
@@ -105,6 +130,18 @@ class DeltaNet(nn.Module):
         )
         self._stash(io, u, rows)
         return self._leave(o, z)
+
+    def _choose(self, io: GraphIO, u: Tensor, ba: Tensor, num_accepted: Tensor) -> Tensor:
+        """Go on from the state of the last accepted row and leave one for each new row."""
+        conv, ssm = f"{self.name}.conv", f"{self.name}.ssm"
+        mixed, window = ops.slot_conv(u, self.conv.weight, io[conv], num_accepted)
+        rows = self._gate(mixed, ba)
+        o, states = ops.slot_delta_rule(
+            rows.q, rows.k, rows.v, rows.g, rows.beta, io[ssm], num_accepted
+        )
+        io.advance(conv, window)
+        io.advance(ssm, states)
+        return o  # type: ignore[no-any-return]
 
     def _commit(self, io: GraphIO, num_accepted: Tensor) -> Tensor:
         """Bring window and state past the accepted rows; rejected ones are exact no-ops."""

@@ -41,8 +41,10 @@ class GraphIO:
         self._outputs[f"{state}.out"] = value
 
     def outputs(self) -> tuple[Tensor, ...]:
-        """Every output in the order of the signature."""
-        assert self._outputs.keys() == {t.name for t in self._spec.outputs}, self._spec.name
+        """Every output in the order of the signature, then the states changed in place."""
+        missing = {t.name for t in self._spec.outputs} - self._outputs.keys()
+        assert not missing, (self._spec.name, missing)
         for tensor in self._spec.outputs:
             assert tuple(self._outputs[tensor.name].shape) == tensor.shape, tensor.name
-        return tuple(self._outputs[tensor.name] for tensor in self._spec.outputs)
+        named = tuple(self._outputs[tensor.name] for tensor in self._spec.outputs)
+        return named + tuple(self._outputs[f"{name}.out"] for name in self._spec.in_place)

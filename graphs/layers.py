@@ -12,10 +12,25 @@ from torch import nn
 from qwen_mtp.config import ModelConfig
 from qwen_mtp.custom_ops.linear import BLOCK
 from qwen_mtp.custom_ops.torch_library import ops
-from qwen_mtp.graphs.spec import WeightFormat
+from qwen_mtp.graphs.spec import Activation, WeightFormat
 from qwen_mtp.graphs.weights import Recipe, Source, WeightGroup
 
 Tensor = torch.Tensor
+DTYPES: dict[Activation, torch.dtype] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+_FULL: dict[WeightFormat, torch.dtype] = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` in another dtype; nothing is traced where it has that one already."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 class Stored(nn.Module):
@@ -85,7 +100,7 @@ class Linear(Stored):
             self.store("weight", (out, blocks, BLOCK // 2), torch.uint8)
             self.store("scale", (out, blocks), torch.float32)
         else:
-            self.store("weight", (out, in_features), torch.float32)
+            self.store("weight", (out, in_features), _FULL[format])
 
     def int8_shape(self, in_features: int, out: int) -> tuple[int, int]:
         """The kernel multiplies by ``[K, N]``."""
@@ -93,8 +108,9 @@ class Linear(Stored):
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply by the transposed weight."""
-        forms = {"fp32": ops.linear, "int8": ops.linear_int8, "int4": ops.linear_int4}
-        return forms[self.group.format](x, *self.parameters())  # type: ignore[no-any-return]
+        forms = {"int8": ops.linear_int8, "int4": ops.linear_int4}
+        form = forms.get(self.group.format, ops.linear)
+        return form(x, *self.parameters())  # type: ignore[no-any-return]
 
 
 class Table(Linear):
@@ -108,21 +124,24 @@ class Table(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply by the transposed weight."""
-        forms = {"fp32": ops.linear, "int8": ops.linear_int8_rows, "int4": ops.linear_int4}
-        return forms[self.group.format](x, *self.parameters())  # type: ignore[no-any-return]
+        forms = {"int8": ops.linear_int8_rows, "int4": ops.linear_int4}
+        form = forms.get(self.group.format, ops.linear)
+        return form(x, *self.parameters())  # type: ignore[no-any-return]
 
     def rows(self, ids: Tensor) -> Tensor:
         """``[M]`` int32 ids to ``[M, in]``."""
-        forms = {"fp32": ops.embedding, "int8": ops.embedding_int8, "int4": ops.embedding_int4}
-        return forms[self.group.format](ids, *self.parameters())  # type: ignore[no-any-return]
+        forms = {"int8": ops.embedding_int8, "int4": ops.embedding_int4}
+        form = forms.get(self.group.format, ops.embedding)
+        return form(ids, *self.parameters())  # type: ignore[no-any-return]
 
 
 class Vocabulary(nn.Module):
     """Embedding and output head; one stored tensor serves both when they are tied."""
 
-    def __init__(self, config: ModelConfig, format: WeightFormat) -> None:
+    def __init__(self, config: ModelConfig, format: WeightFormat, dtype: Activation) -> None:
         """Store the head, and the embedding beside it when it is a tensor of its own."""
         super().__init__()
+        self.dtype = DTYPES[dtype]
         size, width = config.vocab_size, config.hidden_size
         self.tied = config.tie_word_embeddings
         key = "embed_tokens.weight" if self.tied else "lm_head.weight"
@@ -132,11 +151,12 @@ class Vocabulary(nn.Module):
 
     def embed(self, ids: Tensor) -> Tensor:
         """``[M]`` int32 to ``[M, H]``; an absent id (-1) reads row 0."""
-        return (self.head if isinstance(self.head, Table) else self.table).rows(ids)
+        table = self.head if isinstance(self.head, Table) else self.table
+        return cast(table.rows(ids), self.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """``[M, H]`` to ``[M, V]``."""
-        return self.head(hidden)  # type: ignore[no-any-return]
+        """``[M, H]`` to ``[M, V]`` float32."""
+        return cast(self.head(hidden), torch.float32)
 
 
 class MLP(nn.Module):

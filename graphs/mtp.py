@@ -25,7 +25,7 @@ from qwen_mtp.config import ModelConfig
 from qwen_mtp.custom_ops.torch_library import ops
 from qwen_mtp.graphs.attention import Attention, Span
 from qwen_mtp.graphs.io import GraphIO
-from qwen_mtp.graphs.layers import MLP, Linear, RMSNorm, Vocabulary
+from qwen_mtp.graphs.layers import MLP, Linear, RMSNorm, Vocabulary, cast
 from qwen_mtp.graphs.spec import Geometry
 
 Tensor = torch.Tensor
@@ -36,13 +36,13 @@ class MTPHead(nn.Module):
     """Embedding and hidden row to the drafter's hidden row; the vocabulary is the target's."""
 
     def __init__(self, config: ModelConfig, geometry: Geometry) -> None:
-        """Build the one layer; ``fc`` stays fp32 as in the published quantised checkpoints."""
+        """Build the one layer; ``fc`` stays whole as in the published quantised checkpoints."""
         super().__init__()
         width, eps, layer = config.hidden_size, config.rms_norm_eps, "mtp.layers.0"
         self.config = config
         self.embedding_norm = RMSNorm("mtp.pre_fc_norm_embedding.weight", width, eps)
         self.hidden_norm = RMSNorm("mtp.pre_fc_norm_hidden.weight", width, eps)
-        self.fc = Linear([("mtp.fc.weight", width)], 2 * width, "fp32")
+        self.fc = Linear([("mtp.fc.weight", width)], 2 * width, geometry.full_format)
         self.input_norm = RMSNorm(f"{layer}.input_layernorm.weight", width, eps)
         self.post_norm = RMSNorm(f"{layer}.post_attention_layernorm.weight", width, eps)
         self.attention = Attention(
@@ -54,7 +54,8 @@ class MTPHead(nn.Module):
     def merge(self, vocabulary: Vocabulary, ids: Tensor, hidden: Tensor) -> Tensor:
         """Embedding first, then hidden: ids ``[M]`` and ``[M, H]`` to ``[M, H]``."""
         embedded = self.embedding_norm(vocabulary.embed(ids))
-        return self.fc(torch.cat([embedded, self.hidden_norm(hidden)], dim=-1))  # type: ignore[no-any-return]
+        hidden = self.hidden_norm(cast(hidden, vocabulary.dtype))
+        return self.fc(torch.cat([embedded, hidden], dim=-1))  # type: ignore[no-any-return]
 
     def store(
         self, io: GraphIO, vocabulary: Vocabulary, ids: Tensor, hidden: Tensor, span: Span

@@ -10,6 +10,7 @@ from qwen_mtp.graphs.spec import (
     STOP_IDS,
     DType,
     Geometry,
+    GraphKind,
     GraphSpec,
     StateKind,
     StateSpec,
@@ -46,7 +47,7 @@ def prefill_spec(config: ModelConfig, geometry: Geometry) -> GraphSpec:
         inputs[3:3] = [_ints("num_draft_rows", 1)]
         kinds.add("mtp_kv")
     states = _states(config, geometry, kinds, batch=1)
-    return _spec("prefill", "prefill", rows, 0, inputs, outputs, states, states)
+    return _spec("prefill", "prefill", rows, 0, inputs, outputs, states)
 
 
 def verify_spec(config: ModelConfig, geometry: Geometry, rows: int) -> GraphSpec:
@@ -69,7 +70,7 @@ def verify_spec(config: ModelConfig, geometry: Geometry, rows: int) -> GraphSpec
     ]
     states = _states(config, geometry, {"kv", "conv", "ssm", "stash"})
     name = f"target_verify_r{rows}"
-    return _spec(name, "target_verify", rows, rows - 1, inputs, outputs, states, states)
+    return _spec(name, "target_verify", rows, rows - 1, inputs, outputs, states)
 
 
 def draft_spec(config: ModelConfig, geometry: Geometry, lookahead: int) -> GraphSpec:
@@ -88,21 +89,26 @@ def draft_spec(config: ModelConfig, geometry: Geometry, lookahead: int) -> Graph
     ]
     states = _states(config, geometry, {"mtp_kv"})
     name = f"mtp_draft_k{lookahead}"
-    return _spec(name, "mtp_draft", rows, lookahead, inputs, outputs, states, states)
+    return _spec(name, "mtp_draft", rows, lookahead, inputs, outputs, states)
 
 
 def _spec(
     name: str,
-    kind: str,
+    kind: GraphKind,
     rows: int,
     lookahead: int,
     inputs: list[TensorSpec],
     outputs: list[TensorSpec],
-    read: list[TensorSpec],
-    written: list[TensorSpec],
+    states: list[tuple[TensorSpec, bool]],
 ) -> GraphSpec:
-    after = [TensorSpec(f"{s.name}.out", s.dtype, s.shape, s.state) for s in written]
-    return GraphSpec(name, kind, rows, lookahead, (*inputs, *read), (*outputs, *after))  # type: ignore[arg-type]
+    """Every state is an input; what is not changed in place is an output as well."""
+    read = [tensor for tensor, _ in states]
+    after = [
+        TensorSpec(f"{t.name}.out", t.dtype, t.shape, t.state)
+        for t, in_place in states
+        if not in_place
+    ]
+    return GraphSpec(name, kind, rows, lookahead, (*inputs, *read), (*outputs, *after))
 
 
 def _sampling(slots: int, rows: int) -> list[TensorSpec]:
@@ -118,12 +124,14 @@ def _sampling(slots: int, rows: int) -> list[TensorSpec]:
 
 def _states(
     config: ModelConfig, geometry: Geometry, kinds: set[StateKind], batch: int | None = None
-) -> list[TensorSpec]:
+) -> list[tuple[TensorSpec, bool]]:
+    """State tensors, each with whether the graph changes it in place."""
+
     def shape(spec: StateSpec) -> tuple[int, ...]:
         return (batch, *spec.shape[1:]) if batch and spec.per_slot else spec.shape
 
     return [
-        TensorSpec(s.name, "float32", shape(s), s.name)
+        (TensorSpec(s.name, s.dtype, shape(s), s.name), s.in_place)
         for s in state_specs(config, geometry)
         if s.kind in kinds
     ]

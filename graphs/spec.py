@@ -7,11 +7,14 @@ import numpy as np
 
 from qwen_mtp.config import ModelConfig
 
-DType = Literal["float32", "int32"]
+DType = Literal["float32", "int32", "float16", "bfloat16"]
+Activation = Literal["float32", "float16", "bfloat16"]
 GraphKind = Literal["prefill", "target_verify", "mtp_draft"]
 StateKind = Literal["kv", "mtp_kv", "conv", "ssm", "stash"]
-WeightFormat = Literal["fp32", "int8", "int4"]
+WeightFormat = Literal["fp32", "fp16", "bf16", "int8", "int4"]
+Layout = Literal["lazy", "paged", "slots"]
 
+ITEM_BYTES = {"float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1}
 STOP_IDS = 16  # width of the list of ids that ``min_tokens`` bans
 
 
@@ -41,17 +44,21 @@ class StateSpec:
         kind: What it holds.
         shape: Its whole shape.
         per_slot: The first dimension is the batch slot, so one slot is a contiguous view.
+        dtype: Element type.
+        in_place: The graph changes its input; there is no output of the new value.
     """
 
     name: str
     kind: StateKind
     shape: tuple[int, ...]
     per_slot: bool
+    dtype: DType = "float32"
+    in_place: bool = False
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the float32 tensor."""
-        return int(np.prod(self.shape)) * 4
+        """Bytes of the tensor."""
+        return int(np.prod(self.shape)) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +72,12 @@ class GraphSpec:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
 
+    @property
+    def in_place(self) -> tuple[str, ...]:
+        """Inputs that the graph changes: states without an output of their new value."""
+        renewed = {tensor.state for tensor in self.outputs}
+        return tuple(t.name for t in self.inputs if t.state and t.state not in renewed)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
@@ -77,6 +90,11 @@ class Geometry:
         prefill_chunk: Rows C of the prefill graph.
         lookaheads: The K of each draft bucket, ascending; empty without MTP.
         format: Weight format.
+        layout: How state is kept and committed. ``lazy`` is ONNX Runtime's: pools by head, and
+            a stash that the next round commits. ``paged`` is the same with pools by block, as
+            NPUs write them. ``slots`` is the protocol of Ascend's fused operators: one state for
+            each row of a round, of which the next round picks one.
+        dtype: Activations, state and unquantised weights.
     """
 
     max_num_seqs: int
@@ -85,6 +103,15 @@ class Geometry:
     prefill_chunk: int
     lookaheads: tuple[int, ...]
     format: WeightFormat
+    layout: Layout = "lazy"
+    dtype: Activation = "float32"
+
+    @property
+    def full_format(self) -> WeightFormat:
+        """The format of weights that are never quantised."""
+        formats: dict[Activation, WeightFormat]
+        formats = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+        return formats[self.dtype]
 
     @property
     def max_rows(self) -> int:
@@ -93,7 +120,13 @@ class Geometry:
 
     @property
     def row_buckets(self) -> tuple[int, ...]:
-        """Rows of each verify graph; plain decoding always has its bucket of two."""
+        """Rows of each verify graph; plain decoding always has its bucket of two.
+
+        In the layout ``slots`` a round must have as many rows as the last one may have accepted:
+        the fused kernel does nothing where it has fewer. So there is one graph for all.
+        """
+        if self.layout == "slots":
+            return (self.max_rows,)
         return tuple(sorted({2} | {k + 1 for k in self.lookaheads}))
 
     @property
@@ -111,44 +144,68 @@ class Geometry:
 def state_specs(config: ModelConfig, geometry: Geometry) -> tuple[StateSpec, ...]:
     """Every state tensor of a package, in a fixed order.
 
-    Kinds: ``kv``/``mtp_kv`` pools ``[Nkv, slots, D]``; ``conv`` windows ``[B, W - 1, C]``;
-    ``ssm`` ``[B, Nv, Dk, Dv]``; ``stash``, the inputs of the previous round that the next one
-    commits: conv inputs ``u``, ``k``, ``v``, log decay ``g`` and ``beta``, each ``[B, P, ...]``.
+    Kinds: ``kv``/``mtp_kv`` pools ``[Nkv, slots, D]``, by block ``[blocks, block_size, Nkv, D]``;
+    ``conv`` windows ``[B, W - 1, C]``; ``ssm`` ``[B, Nv, Dk, Dv]``; ``stash``, the inputs of the
+    previous round that the next one commits: conv inputs ``u``, ``k``, ``v``, log decay ``g`` and
+    ``beta``, each ``[B, P, ...]``. In the layout ``slots`` there is no stash: the windows are
+    ``[B, W - 2 + P, C]`` and the states ``[B, P, Nv, Dv, Dk]``.
     """
-    pool = (config.num_kv_heads, geometry.num_blocks * geometry.block_size, config.head_dim)
     specs: list[StateSpec] = []
     for i, kind in enumerate(config.layer_kinds):
         if kind == "full_attention":
-            specs += _pools(f"layers.{i}", "kv", pool)
+            specs += _pools(config, geometry, f"layers.{i}", "kv")
+        elif geometry.layout == "slots":
+            specs += _row_states(config, geometry, f"layers.{i}")
         else:
             specs += _recurrent(config, geometry, f"layers.{i}")
     if geometry.lookaheads:
-        specs += _pools("mtp", "mtp_kv", pool)
+        specs += _pools(config, geometry, "mtp", "mtp_kv")
     return tuple(specs)
 
 
-def _pools(prefix: str, kind: StateKind, shape: tuple[int, ...]) -> list[StateSpec]:
-    return [StateSpec(f"{prefix}.{half}", kind, shape, False) for half in ("key", "value")]
+def _pools(
+    config: ModelConfig, geometry: Geometry, prefix: str, kind: StateKind
+) -> list[StateSpec]:
+    heads, dim = config.num_kv_heads, config.head_dim
+    shape: tuple[int, ...] = (geometry.num_blocks, geometry.block_size, heads, dim)
+    if geometry.layout == "lazy":
+        shape = (heads, geometry.num_blocks * geometry.block_size, dim)
+    in_place = geometry.layout != "lazy"
+    return [
+        StateSpec(f"{prefix}.{half}", kind, shape, False, geometry.dtype, in_place)
+        for half in ("key", "value")
+    ]
+
+
+def _row_states(config: ModelConfig, geometry: Geometry, prefix: str) -> list[StateSpec]:
+    slots, rows = geometry.max_num_seqs, geometry.max_rows
+    window = (slots, config.conv_kernel - 2 + rows, config.conv_channels)
+    heads = config.linear_num_value_heads
+    state = (slots, rows, heads, config.linear_value_head_dim, config.linear_key_head_dim)
+    return [
+        StateSpec(f"{prefix}.conv", "conv", window, True, geometry.dtype, True),
+        StateSpec(f"{prefix}.ssm", "ssm", state, True, geometry.dtype, True),
+    ]
 
 
 def _recurrent(config: ModelConfig, geometry: Geometry, prefix: str) -> list[StateSpec]:
-    slots, rows = geometry.max_num_seqs, geometry.max_rows
+    slots, rows, dtype = geometry.max_num_seqs, geometry.max_rows, geometry.dtype
     heads = config.linear_num_value_heads
     key = (config.linear_num_key_heads, config.linear_key_head_dim)
     value = (heads, config.linear_value_head_dim)
     window = (slots, config.conv_kernel - 1, config.conv_channels)
-    stash: dict[str, tuple[int, ...]] = {
-        "u": (config.conv_channels,),
-        "k": key,
-        "v": value,
-        "g": (heads,),
-        "beta": (heads,),
+    stash: dict[str, tuple[tuple[int, ...], DType]] = {
+        "u": ((config.conv_channels,), dtype),
+        "k": (key, dtype),
+        "v": (value, dtype),
+        "g": ((heads,), "float32"),
+        "beta": ((heads,), "float32"),
     }
     return [
-        StateSpec(f"{prefix}.conv", "conv", window, True),
-        StateSpec(f"{prefix}.ssm", "ssm", (slots, heads, key[1], value[1]), True),
+        StateSpec(f"{prefix}.conv", "conv", window, True, dtype),
+        StateSpec(f"{prefix}.ssm", "ssm", (slots, heads, key[1], value[1]), True, dtype),
         *(
-            StateSpec(f"{prefix}.stash.{name}", "stash", (slots, rows, *shape), True)
-            for name, shape in stash.items()
+            StateSpec(f"{prefix}.stash.{name}", "stash", (slots, rows, *shape), True, kind)
+            for name, (shape, kind) in stash.items()
         ),
     ]

@@ -42,7 +42,7 @@ from qwen_mtp.custom_ops.torch_library import ops
 from qwen_mtp.graphs.attention import Attention, Span
 from qwen_mtp.graphs.deltanet import DeltaNet
 from qwen_mtp.graphs.io import GraphIO
-from qwen_mtp.graphs.layers import MLP, RMSNorm, Vocabulary
+from qwen_mtp.graphs.layers import MLP, RMSNorm, Vocabulary, cast
 from qwen_mtp.graphs.spec import Geometry
 
 Tensor = torch.Tensor
@@ -64,7 +64,7 @@ class Layer(nn.Module):
                 config, f"{prefix}.self_attn", prefix, geometry.block_size, geometry.format
             )
         else:
-            self.mixer = DeltaNet(config, f"{prefix}.linear_attn", prefix, geometry.format)
+            self.mixer = DeltaNet(config, geometry, f"{prefix}.linear_attn", prefix)
         self.mlp = MLP(config, f"{prefix}.mlp", geometry.format)
 
     def forward(self, io: GraphIO, x: Tensor, span: Span) -> Tensor:
@@ -88,14 +88,14 @@ class Target(nn.Module):
         """Build every target layer."""
         super().__init__()
         self.config = config
-        self.vocabulary = Vocabulary(config, geometry.format)
+        self.vocabulary = Vocabulary(config, geometry.format, geometry.dtype)
         self.layers = nn.ModuleList(
             Layer(config, geometry, i) for i in range(len(config.layer_kinds))
         )
         self.norm = RMSNorm("norm.weight", config.hidden_size, config.rms_norm_eps)
 
     def forward(self, io: GraphIO) -> Tensor:
-        """Hidden rows after the final norm, ``[B * R, H]``."""
+        """Hidden rows after the final norm, ``[B * R, H]`` in the dtype of the activations."""
         ids = io["token_ids"]
         span = Span.of(
             self.config, io["context_len"], io["num_valid"], io["block_table"], ids.shape[1]
@@ -133,7 +133,7 @@ def target_verify(target: Target, io: GraphIO, width: int) -> None:
     tokens, accepted = sample(io, logits, ids[:, 1:], valid - 1, io["accept_uniforms"])
     io["tokens"] = ops.pad_rows(tokens, width, -1)
     io["num_accepted_drafts"] = accepted
-    io["hidden"] = ops.pad_rows(hidden.view(slots, rows, -1), width, 0)
+    io["hidden"] = ops.pad_rows(cast(hidden, torch.float32).view(slots, rows, -1), width, 0)
     io["logits"] = logits
 
 
@@ -145,6 +145,6 @@ def target_prefill(target: Target, io: GraphIO) -> Tensor:
     none = torch.full((1, 0), -1, dtype=torch.int32)
     zero = torch.full((1,), 0, dtype=torch.int32)
     io["tokens"], _ = sample(io, logits, none, zero, torch.full((1, 0), 0.0))
-    io["hidden"] = last
+    io["hidden"] = cast(last, torch.float32)
     io["logits"] = logits
     return hidden
