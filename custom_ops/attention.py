@@ -1,9 +1,8 @@
-"""Attention over a paged key/value pool with a block table.
+"""Attention over a paged key/value pool with a block table (``pool.py`` has its layouts).
 
-A pool is ``[Nkv, slots, D]``; position p of a sequence lives in slot
-``block_table[p // block_size] * block_size + p % block_size``. Block 0 belongs to nobody: its
-slot 0 stays zero and is what masked positions read, its slot 1 takes the rows that must not be
-kept. So neither a stale block nor a padded row can reach a live sequence, NaN included.
+Masked positions read a slot that stays zero and rows that must not be kept go to one that nobody
+reads. So neither a stale block nor a padded row can reach a live sequence, NaN included.
+The ONNX forms take pools ``[Nkv, slots, D]``, the others ``[blocks, block_size, Nkv, D]``.
 """
 
 from typing import Any
@@ -11,41 +10,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from qwen_mtp.custom_ops import attention_npu, pool
 from qwen_mtp.custom_ops.operator import MICROSOFT, Operator, const, shared
+from qwen_mtp.custom_ops.pool import by_head, read_slots, write_slots
 
-Floats = npt.NDArray[np.float32]
+Floats = npt.NDArray[Any]  # float32, or float16 in half-precision packages
 Ints = npt.NDArray[np.int32]
 
-ZERO_SLOT = 0
-TRASH_SLOT = 1
+ZERO_SLOT = pool.ZERO_SLOT
+TRASH_SLOT = pool.TRASH_SLOT
 _END = np.iinfo(np.int64).max
-
-
-def write_slots(table: Ints, start: Ints, count: Ints, rows: int, block_size: int) -> Ints:
-    """Slot of each new row, ``[B, R]``; rows not to be kept get the trash slot.
-
-    Args:
-        table: ``[B, P]`` int32 block table, 0 where no block is assigned.
-        start: ``[B]`` int32 position of row 0.
-        count: ``[B]`` int32 rows to keep.
-        rows: Rows R.
-        block_size: Positions in a block, at least 2.
-    """
-    step = np.arange(rows, dtype=np.int32)
-    position = start[:, None] + step
-    page = position // block_size
-    block = np.take_along_axis(table, np.minimum(page, table.shape[1] - 1).astype(np.int64), 1)
-    kept = (step < count[:, None]) & (page < table.shape[1]) & (block > 0)
-    return np.where(kept, block * block_size + position % block_size, TRASH_SLOT).astype(np.int32)
-
-
-def read_slots(table: Ints, length: Ints, block_size: int) -> Ints:
-    """Slot of every position, ``[B, P * block_size]``; the zero slot beyond ``length``."""
-    slots = table[:, :, None] * block_size + np.arange(block_size, dtype=np.int32)
-    live = (table > 0)[:, :, None] & np.ones(block_size, dtype=bool)
-    slots = slots.reshape(len(table), -1)
-    live = live.reshape(slots.shape) & (np.arange(slots.shape[1]) < length[:, None])
-    return np.where(live, slots, ZERO_SLOT).astype(np.int32)
 
 
 def kv_write(
@@ -61,10 +35,10 @@ def kv_write(
     """Store new keys and values.
 
     Args:
-        k: ``[B, R, Nkv, D]`` float32.
-        v: ``[B, R, Nkv, D]`` float32.
-        k_pool: ``[Nkv, slots, D]`` float32.
-        v_pool: ``[Nkv, slots, D]`` float32.
+        k: ``[B, R, Nkv, D]`` in the type of the pools.
+        v: The same.
+        k_pool: ``[Nkv, slots, D]`` or ``[blocks, block_size, Nkv, D]``.
+        v_pool: The same.
         table: ``[B, P]`` int32.
         start: ``[B]`` int32 position of row 0.
         count: ``[B]`` int32 rows to keep, 0 for an idle batch slot.
@@ -74,12 +48,10 @@ def kv_write(
         The two pools.
     """
     slots = write_slots(table, start, count, k.shape[1], block_size).ravel()
-    pools = []
-    for pool, rows in ((k_pool, k), (v_pool, v)):
-        pool = pool.copy()
-        pool[:, slots] = rows.reshape(-1, *rows.shape[2:]).swapaxes(0, 1)
-        pools.append(pool)
-    return pools[0], pools[1]
+    pools = k_pool.copy(), v_pool.copy()
+    for stored, rows in zip(pools, (k, v), strict=True):
+        by_head(stored)[:, slots] = rows.reshape(-1, *rows.shape[2:]).swapaxes(0, 1)
+    return pools
 
 
 def paged_attention(
@@ -96,24 +68,25 @@ def paged_attention(
     """Causal attention of new rows over the positions up to their own.
 
     Args:
-        q: ``[B, R, Nh, D]`` float32; query head h reads key/value head ``h // (Nh / Nkv)``.
-        k_pool: ``[Nkv, slots, D]`` float32 that already hold the new rows.
-        v_pool: ``[Nkv, slots, D]`` float32.
+        q: ``[B, R, Nh, D]``; query head h reads key/value head ``h // (Nh / Nkv)``.
+        k_pool: ``[Nkv, slots, D]`` or ``[blocks, block_size, Nkv, D]`` that already hold the new
+            rows, in the type of ``q``.
+        v_pool: The same.
         table: ``[B, P]`` int32.
         start: ``[B]`` int32 position of row 0.
         count: ``[B]`` int32 rows that are real; nothing at or after ``start + count`` is read.
-        extra_k: ``[B, J, Nkv, D]`` float32 keys outside the pool that every row sees: the
+        extra_k: ``[B, J, Nkv, D]`` keys outside the pool that every row sees: the
             provisional rows of chained drafts, which are never stored. None for none.
         extra_v: Their values.
         block_size: Positions in a block.
 
     Returns:
-        ``[B, R, Nh, D]`` float32; rows at or after ``count`` carry no meaning.
+        ``[B, R, Nh, D]`` in the type of ``q``, computed in float32; rows at or after ``count``
+        carry no meaning.
     """
     batch, rows, heads, dim = q.shape
-    kv_heads = k_pool.shape[0]
     slots = read_slots(table, start + count, block_size)
-    keys, values = k_pool[:, slots], v_pool[:, slots]
+    keys, values = (by_head(p)[:, slots].astype(np.float32) for p in (k_pool, v_pool))
     seen = np.arange(slots.shape[1]) <= (start[:, None] + np.arange(rows))[..., None]
     if extra_k is not None and extra_v is not None:
         keys, values = (
@@ -121,13 +94,13 @@ def paged_attention(
             for pooled, extra in ((keys, extra_k), (values, extra_v))
         )
         seen = np.pad(seen, ((0, 0), (0, 0), (0, extra_k.shape[1])), constant_values=True)
-    grouped = q.reshape(batch, rows, kv_heads, -1, dim)
+    grouped = q.astype(np.float32).reshape(batch, rows, len(keys), -1, dim)
     scores = np.einsum("brhgd,hbtd->bhrgt", grouped, keys) * np.float32(dim**-0.5)
     scores = np.where(seen[:, None, :, None], scores, np.float32(-np.inf))
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
     mixed = np.einsum("bhrgt,hbtd->brhgd", weights, values)
-    return np.asarray(mixed.reshape(batch, rows, heads, dim), dtype=np.float32)
+    return np.asarray(mixed.reshape(batch, rows, heads, dim), dtype=q.dtype)
 
 
 def _write_fake(
@@ -301,6 +274,8 @@ KV_WRITE = Operator(
     meaning=kv_write,
     fake=_write_fake,
     onnx=_write_onnx,
+    decomposed=attention_npu.write_decomposed,
+    fused=attention_npu.write_fused,
 )
 PAGED_ATTENTION = Operator(
     name="paged_attention",
@@ -309,4 +284,6 @@ PAGED_ATTENTION = Operator(
     meaning=paged_attention,
     fake=_attention_fake,
     onnx=_attention_onnx,
+    decomposed=attention_npu.attention_decomposed,
+    fused=attention_npu.attention_fused,
 )

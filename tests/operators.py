@@ -191,6 +191,11 @@ def cases(rng: np.random.Generator) -> dict[str, Case]:
             (),
             2e-6,
         ),
+        "scatter_rows": (
+            [normal(rng, 3, BLOCK_SIZE, 2, 8), ints(11, 1, 6), normal(rng, 3, 2, 8)],
+            (),
+            0,
+        ),
         "kv_write": (write_inputs(rng), (), 0),
         "paged_attention": (attention_inputs(rng), (), 2e-6),
         "paged_attention of wide heads": (attention_inputs(rng, 1, 8, 256), (), 2e-6),
