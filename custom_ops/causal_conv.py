@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qwen_mtp.custom_ops.operator import Operator, const, shared
+from qwen_mtp.custom_ops.rows import gather_rows
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
@@ -91,12 +92,39 @@ def _window_onnx(op: Any, window: Any, rows: Any, count: Any) -> Any:
     return op.Gather(line, index, axis=0)
 
 
+def convolved(line: Any, weight: Any, rows: int) -> Any:
+    """The convolution and SiLU of ``line`` ``[B, W - 1 + rows, C]`` in aten calls, in fp32."""
+    from torch.nn.functional import silu
+
+    channels, _, taps = weight.shape
+    wide = line.float()
+    total = None
+    for j, tap in enumerate(weight.float().reshape(channels, taps).unbind(1)):
+        term = wide[:, j : j + rows] * tap
+        total = term if total is None else total + term
+    return silu(total).to(line.dtype)
+
+
+def _conv_decomposed(u: Any, weight: Any, window: Any) -> Any:
+    import torch
+
+    return convolved(torch.cat([window, u], 1), weight, u.shape[1])
+
+
+def _window_decomposed(window: Any, rows: Any, count: Any) -> Any:
+    import torch
+
+    line = torch.cat([window, rows], 1)
+    return gather_rows(line, count, window.shape[1]).reshape(window.shape)
+
+
 CAUSAL_CONV = Operator(
     name="causal_conv",
     schema="(Tensor u, Tensor weight, Tensor window) -> Tensor",
     meaning=causal_conv,
     fake=_conv_fake,
     onnx=_conv_onnx,
+    decomposed=_conv_decomposed,
 )
 CONV_WINDOW = Operator(
     name="conv_window",
@@ -104,4 +132,5 @@ CONV_WINDOW = Operator(
     meaning=conv_window,
     fake=_window_fake,
     onnx=_window_onnx,
+    decomposed=_window_decomposed,
 )

@@ -14,10 +14,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from qwen_mtp.custom_ops.delta_chunk import chunk_rule
+from qwen_mtp.custom_ops.delta_steps import before, steps
 from qwen_mtp.custom_ops.operator import MICROSOFT, Operator, const, shared
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
+STEPPED = 16  # rows up to which the aten form goes one by one
 
 
 def gated_delta_rule(
@@ -79,7 +82,7 @@ def delta_gates(a: Floats, b: Floats, decay: Floats, dt_bias: Floats) -> tuple[F
 
 
 def _gates_fake(a: Any, b: Any, decay: Any, dt_bias: Any) -> tuple[Any, Any]:
-    return a.new_empty(a.shape), b.new_empty(b.shape)
+    return tuple(x.new_empty(x.shape).float() for x in (a, b))
 
 
 def _gates_onnx(op: Any, a: Any, b: Any, decay: Any, dt_bias: Any) -> tuple[Any, Any]:
@@ -87,6 +90,13 @@ def _gates_onnx(op: Any, a: Any, b: Any, decay: Any, dt_bias: Any) -> tuple[Any,
     # thread boundary), so a row would depend on its neighbours; this kernel goes one by one.
     g, beta = op.LinearAttentionGate(a, dt_bias, decay, b, _domain=MICROSOFT, _outputs=2)
     return g, beta
+
+
+def _gates_decomposed(a: Any, b: Any, decay: Any, dt_bias: Any) -> tuple[Any, Any]:
+    x = a.float() + dt_bias.float()
+    # softplus has no converter, and overflows as log(1 + exp(x)).
+    softplus = x.clamp(min=0) + x.abs().neg().exp().log1p()
+    return decay.float() * softplus, b.float().sigmoid()
 
 
 def _fake(q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, count: Any) -> tuple[Any, Any]:
@@ -130,12 +140,27 @@ def _onnx(
     return op.Reshape(out, [0, 0, heads, value_dim]), state
 
 
+def _decomposed(
+    q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, count: Any
+) -> tuple[Any, Any]:
+    import torch
+
+    keep = None if count is None else before(count, q.shape[1])
+    if q.shape[1] > STEPPED:
+        out, last = chunk_rule(q, k, v, g, beta, state, keep)
+        return out.to(v.dtype), last.to(state.dtype)
+    rows = steps(q, k, v, g, beta, key_last=False, keep=keep)
+    outputs, states = rows.run(state)
+    return torch.stack(outputs, 1).reshape(v.shape).to(v.dtype), states[-1]
+
+
 DELTA_GATES = Operator(
     name="delta_gates",
     schema="(Tensor a, Tensor b, Tensor decay, Tensor dt_bias) -> (Tensor, Tensor)",
     meaning=delta_gates,
     fake=_gates_fake,
     onnx=_gates_onnx,
+    decomposed=_gates_decomposed,
 )
 GATED_DELTA_RULE = Operator(
     name="gated_delta_rule",
@@ -144,4 +169,5 @@ GATED_DELTA_RULE = Operator(
     meaning=gated_delta_rule,
     fake=_fake,
     onnx=_onnx,
+    decomposed=_decomposed,
 )

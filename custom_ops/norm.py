@@ -31,10 +31,25 @@ def _onnx(op: Any, x: Any, weight: Any, eps: float) -> Any:
     return op.RMSNormalization(x, weight, axis=-1, epsilon=eps)
 
 
+def _decomposed(x: Any, weight: Any, eps: float) -> Any:
+    f = x.float()
+    scale = (f * f).mean(-1, keepdim=True).add(eps).rsqrt()
+    return (f * scale * weight.float()).to(x.dtype)
+
+
+def _fused(x: Any, weight: Any, eps: float) -> Any:
+    import torch
+
+    # The kernel is declared for equal types of x and gamma alone.
+    return torch.ops.npu.npu_rms_norm(x, weight.to(x.dtype), eps)[0]
+
+
 RMS_NORM = Operator(
     name="rms_norm",
     schema="(Tensor x, Tensor weight, float eps) -> Tensor",
     meaning=rms_norm,
     fake=_fake,
     onnx=_onnx,
+    decomposed=_decomposed,
+    fused=_fused,
 )

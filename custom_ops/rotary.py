@@ -73,6 +73,18 @@ def _table_onnx(op: Any, start: Any, rows: int, dim: int, theta: float) -> tuple
     return tuple(op.Slice(f(angles), first, end, axis) for f in (op.Cos, op.Sin))
 
 
+def _table_decomposed(start: Any, rows: int, dim: int, theta: float) -> tuple[Any, Any]:
+    import torch
+
+    # One by one: a power in float32 would be off by the last bits, which a late position
+    # multiplies by its number.
+    parts = [torch.full((1,), float(f)) for f in inverse_frequencies(dim, theta)]
+    steps = torch.arange(rows, dtype=torch.int32)
+    positions = (start.unsqueeze(1) + steps).float().unsqueeze(2)
+    angles = positions * torch.cat(parts)
+    return angles.cos(), angles.sin()
+
+
 def _fake(x: Any, cos: Any, sin: Any) -> Any:
     return x.new_empty(x.shape)
 
@@ -86,12 +98,33 @@ def _onnx(op: Any, x: Any, cos: Any, sin: Any) -> Any:
     return op.Reshape(turned, [0, 0, heads, head_dim])
 
 
+def _decomposed(x: Any, cos: Any, sin: Any) -> Any:
+    import torch
+
+    half = cos.shape[-1]
+    c, s = cos.unsqueeze(2), sin.unsqueeze(2)
+    sizes = [half, half, x.shape[-1] - 2 * half]
+    low, high, *rest = x.float().split([n for n in sizes if n], -1)
+    return torch.cat([low * c - high * s, high * c + low * s, *rest], -1).to(x.dtype)
+
+
+def _fused(x: Any, cos: Any, sin: Any) -> Any:
+    import torch
+
+    turned = 2 * cos.shape[-1]
+    c, s = (torch.cat([t, t], -1).unsqueeze(2).to(x.dtype) for t in (cos, sin))
+    sizes = [turned, x.shape[-1] - turned]
+    first, *rest = x.split([n for n in sizes if n], -1)
+    return torch.cat([torch.ops.npu.npu_rotary_mul(first, c, s), *rest], -1)
+
+
 ROTARY_TABLE = Operator(
     name="rotary_table",
     schema="(Tensor start, int rows, int dim, float theta) -> (Tensor, Tensor)",
     meaning=rotary_table,
     fake=_table_fake,
     onnx=_table_onnx,
+    decomposed=_table_decomposed,
 )
 ROTARY_EMBEDDING = Operator(
     name="rotary_embedding",
@@ -99,4 +132,6 @@ ROTARY_EMBEDDING = Operator(
     meaning=rotary_embedding,
     fake=_fake,
     onnx=_onnx,
+    decomposed=_decomposed,
+    fused=_fused,
 )

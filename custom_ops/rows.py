@@ -51,12 +51,51 @@ def _pad_onnx(op: Any, x: Any, rows: int, value: int) -> Any:
     return op.Concat(x, const(op, np.full(missing, value, x.dtype.numpy())), axis=1)
 
 
+def gather_rows(x: Any, first: Any, rows: int) -> Any:
+    """Rows ``first[b] .. first[b] + rows - 1`` of each slot in aten calls.
+
+    One gather of whole rows; a gather along an axis would take an index for every element.
+
+    Args:
+        x: ``[B, L, ...]`` tensor.
+        first: ``[B]`` int32 tensor.
+        rows: Rows taken of each slot.
+
+    Returns:
+        ``[B * rows, ...]``.
+    """
+    import torch
+
+    batch, length = x.shape[:2]
+    index = first
+    if batch > 1:
+        index = index + torch.arange(0, batch * length, length, dtype=torch.int32)
+    if rows > 1:
+        index = (index.unsqueeze(1) + torch.arange(rows, dtype=torch.int32)).reshape(-1)
+    return x.reshape(batch * length, *x.shape[2:]).index_select(0, index)
+
+
+def _take_decomposed(x: Any, index: Any) -> Any:
+    return gather_rows(x, index.clamp(min=0), 1)
+
+
+def _pad_decomposed(x: Any, rows: int, value: int) -> Any:
+    import torch
+
+    missing = rows - x.shape[1]
+    if missing == 0:
+        return x
+    filled = torch.full((x.shape[0], missing, *x.shape[2:]), value, dtype=x.dtype)
+    return torch.cat([x, filled], 1)
+
+
 TAKE_ROW = Operator(
     name="take_row",
     schema="(Tensor x, Tensor index) -> Tensor",
     meaning=take_row,
     fake=_take_fake,
     onnx=_take_onnx,
+    decomposed=_take_decomposed,
 )
 PAD_ROWS = Operator(
     name="pad_rows",
@@ -64,4 +103,5 @@ PAD_ROWS = Operator(
     meaning=pad_rows,
     fake=_pad_fake,
     onnx=_pad_onnx,
+    decomposed=_pad_decomposed,
 )

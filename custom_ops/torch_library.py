@@ -20,6 +20,7 @@ from qwen_mtp.custom_ops import (
     rejection,
     rotary,
     rows,
+    swiglu,
 )
 from qwen_mtp.custom_ops.operator import NAMESPACE, Operator
 
@@ -43,6 +44,7 @@ OPERATORS: tuple[Operator, ...] = (
     linear.EMBEDDING_INT4,
     rows.TAKE_ROW,
     rows.PAD_ROWS,
+    swiglu.SWIGLU,
     rejection.REJECTION_SAMPLE,
     rejection.REJECTION_SAMPLE_LAWS,
 )

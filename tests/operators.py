@@ -211,5 +211,6 @@ def cases(rng: np.random.Generator) -> dict[str, Case]:
         "pad_rows": ([normal(rng, 2, 3, 8), 5, 0], (), 0),
         "pad_rows of ids": ([rng.integers(0, 99, (2, 2), dtype=np.int32), 4, -1], (), 0),
         "pad_rows of enough": ([normal(rng, 2, 3), 3, 0], (), 0),
+        "swiglu": ([normal(rng, 5, 48)], (), 2e-6),
         "delta_gates": (gate_inputs(rng), (2, 3), 2e-6),
     }
