@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from qwen_mtp.graphs.spec import GraphSpec
-from qwen_mtp.runtime.engine import Engine
 from qwen_mtp.runtime.randomness import Purpose, uniforms
+from qwen_mtp.runtime.runner import GraphRunner
 from qwen_mtp.runtime.sampling import ResolvedSampling
 
 # What the graphs' int32 and float32 hold; beyond it a parameter changes nothing any more.
@@ -49,7 +49,7 @@ class LiveSequence:
 
 
 def feed_prefill(
-    engine: Engine, sequence: LiveSequence, prompt: Sequence[int], start: int, drafting: bool
+    engine: GraphRunner, sequence: LiveSequence, prompt: Sequence[int], start: int, drafting: bool
 ) -> int:
     """Fill the prefill graph with the chunk at ``start``; answers with its number of rows."""
     spec = engine.package.graph("prefill")
@@ -65,7 +65,7 @@ def feed_prefill(
     return len(chunk)
 
 
-def feed_draft(engine: Engine, graph: str, sequences: Mapping[int, LiveSequence]) -> None:
+def feed_draft(engine: GraphRunner, graph: str, sequences: Mapping[int, LiveSequence]) -> None:
     """Fill the draft graph; tokens and hidden rows are in its buffers already."""
     rows, start = (engine.buffer(graph, name) for name in ("num_rows", "context_len"))
     rows[:], start[:] = 0, 0
@@ -74,7 +74,7 @@ def feed_draft(engine: Engine, graph: str, sequences: Mapping[int, LiveSequence]
 
 
 def feed_verify(
-    engine: Engine,
+    engine: GraphRunner,
     graph: str,
     sequences: Mapping[int, LiveSequence],
     proposals: Mapping[int, Sequence[int]],
@@ -92,14 +92,17 @@ def feed_verify(
     _feed_sampling(engine, engine.package.graph(graph), sequences, None)
 
 
-def _fill_row(engine: Engine, graph: str, name: str, slot: int, ids: Sequence[int]) -> None:
+def _fill_row(engine: GraphRunner, graph: str, name: str, slot: int, ids: Sequence[int]) -> None:
     row = engine.buffer(graph, name)[slot]
     row[: len(ids)] = ids
     row[len(ids) :] = -1
 
 
 def _feed_sampling(
-    engine: Engine, spec: GraphSpec, sequences: Mapping[int, LiveSequence], position: int | None
+    engine: GraphRunner,
+    spec: GraphSpec,
+    sequences: Mapping[int, LiveSequence],
+    position: int | None,
 ) -> None:
     """Fill the sampler's inputs; ``position`` is that of the first token the graph may emit."""
     names = ("temperature", "top_k", "top_p", "banned_rows", "stop_ids", "pick_uniforms")

@@ -17,6 +17,7 @@ from qwen_mtp.runtime.engine import Engine
 from qwen_mtp.runtime.feeds import LiveSequence, feed_draft, feed_prefill, feed_verify
 from qwen_mtp.runtime.limits import banned_ids, check_drafts, check_request, check_room
 from qwen_mtp.runtime.package import Package
+from qwen_mtp.runtime.runner import GraphRunner
 from qwen_mtp.runtime.sampling import ResolvedSampling
 
 Proposals = Mapping[int, Sequence[int]]
@@ -59,7 +60,7 @@ class Session:
         threads: int | None = None,
         num_speculative_tokens: int | None = None,
         keep_logits: bool = False,
-        engine: Engine | None = None,
+        engine: GraphRunner | None = None,
     ) -> None:
         """Load the package.
 
@@ -69,8 +70,8 @@ class Session:
             num_speculative_tokens: Drafts a round, 0 = plain decoding; None takes the largest
                 the package was exported for.
             keep_logits: Keep the logits of each pass readable in ``engine``.
-            engine: A loaded engine of this package that no other session holds sequences in;
-                ``threads`` and ``keep_logits`` are its own then. None loads one.
+            engine: What runs the graphs of this package and holds no sequences of another
+                session; ``threads`` and ``keep_logits`` are its own then. None loads one.
 
         Raises:
             PackageError: The model cannot be loaded.
@@ -87,7 +88,9 @@ class Session:
             raise RequestError(f"num_speculative_tokens is {k}, {remedy}")
         geometry = package.manifest.geometry
         self.package, self.lookahead = package, k
-        self.engine = engine or Engine(package, threads=threads, keep_logits=keep_logits)
+        self.engine: GraphRunner = engine or Engine(
+            package, threads=threads, keep_logits=keep_logits
+        )
         self.times = StepTimes()
         bucket = min((b for b in geometry.lookaheads if b >= k), default=0)
         self._draft_graph = f"mtp_draft_k{bucket}" if k else None
