@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qwen_mtp.custom_ops import rejection_onnx
+from qwen_mtp.custom_ops import rejection_aten, rejection_onnx
 from qwen_mtp.custom_ops.operator import Operator
 from qwen_mtp.custom_ops.rejection_onnx import GREEDY_BELOW
 
@@ -239,6 +239,7 @@ REJECTION_SAMPLE = Operator(
     meaning=meaning,
     fake=fake,
     onnx=rejection_onnx.rejection_sample,
+    decomposed=rejection_aten.decomposed,
 )
 
 REJECTION_SAMPLE_LAWS = Operator(
@@ -247,4 +248,5 @@ REJECTION_SAMPLE_LAWS = Operator(
     meaning=meaning,
     fake=fake,
     onnx=rejection_onnx.rejection_sample_laws,
+    decomposed=rejection_aten.decomposed,
 )
