@@ -98,10 +98,10 @@ def convolved(line: Any, weight: Any, rows: int) -> Any:
 
     channels, _, taps = weight.shape
     wide = line.float()
-    total = None
-    for j, tap in enumerate(weight.float().reshape(channels, taps).unbind(1)):
-        term = wide[:, j : j + rows] * tap
-        total = term if total is None else total + term
+    by_tap = weight.float().reshape(channels, taps).unbind(1)
+    total, *more = (wide[:, j : j + rows] * tap for j, tap in enumerate(by_tap))
+    for term in more:
+        total = total + term
     return silu(total).to(line.dtype)
 
 

@@ -30,7 +30,7 @@ def chunk_rule(
     """
     import torch
 
-    batch, rows, heads, value_dim = v.shape
+    batch, rows, heads, value_dim = (int(n) for n in v.shape)
     size = min(CHUNK, 1 << (rows - 1).bit_length())
     k, v, g, beta = masked(k, v, g, beta, keep)
     ratio, scale = heads // q.shape[2], q.shape[3] ** -0.5
@@ -39,10 +39,11 @@ def chunk_rule(
     total = g.cumsum(1)
     decay = _pair_decay(total, size)
     products = torch.bmm(torch.cat([k, q], 1), k.transpose(1, 2)) * torch.cat([decay, decay], 1)
-    among, seen = products.split([size, size], 1)
+    among, seen = torch.split(products, [size, size], 1)
     rate = _inverse(among * beta, size)
     grown = total.exp()
-    wv, wk = torch.bmm(rate, torch.cat([v, k * grown], 2) * beta).split([value_dim, k.shape[2]], 2)
+    solved = torch.bmm(rate, torch.cat([v, k * grown], 2) * beta)
+    wv, wk = torch.split(solved, [value_dim, k.shape[2]], 2)
     last = total[:, size - 1 :]
     parts = (wv, torch.cat([wk, q * grown], 1), seen, k * (last - total).exp(), last.exp())
     out, state = _chain(parts, state.float().reshape(-1, *state.shape[2:]), size)
@@ -110,7 +111,7 @@ def _chain(parts: tuple[Any, ...], state: Any, size: int) -> tuple[Any, Any]:
     outputs = []
     chunks = (x.reshape(heads, -1, *x.shape[1:]).unbind(1) for x in parts)
     for wv, reads, seen, keys, decay in zip(*chunks, strict=True):
-        kept, asked = torch.bmm(reads, state).split([size, size], 1)
+        kept, asked = torch.split(torch.bmm(reads, state), [size, size], 1)
         delta = wv - kept
         outputs.append(asked + torch.bmm(seen, delta))
         state = state * decay + torch.bmm(keys.transpose(1, 2), delta)

@@ -65,8 +65,9 @@ def steps(
     key, value = (-2, -1) if key_last else (-1, -2)
     rate, decay = beta.unsqueeze(-1), g.exp().unsqueeze(-1).unsqueeze(-1)
     q, k, rate_k = (x.unsqueeze(key) for x in (q, k, k * rate))
-    rows = (q, k, rate_k, (v * rate).unsqueeze(value), decay)
-    return Steps(*(x.unbind(1) for x in rows), axis=3 if key_last else 2)
+    rate_v = (v * rate).unsqueeze(value)
+    rows = [x.unbind(1) for x in (q, k, rate_k, rate_v, decay)]
+    return Steps(*rows, 3 if key_last else 2)
 
 
 def masked(k: Any, v: Any, g: Any, beta: Any, keep: Any | None) -> tuple[Any, Any, Any, Any]:

@@ -20,6 +20,7 @@ from qwen_mtp.custom_ops import (
     rejection,
     rotary,
     rows,
+    slots,
     swiglu,
 )
 from qwen_mtp.custom_ops.operator import NAMESPACE, Operator
@@ -45,6 +46,8 @@ OPERATORS: tuple[Operator, ...] = (
     rows.TAKE_ROW,
     rows.PAD_ROWS,
     swiglu.SWIGLU,
+    slots.SLOT_CONV,
+    slots.SLOT_DELTA_RULE,
     rejection.REJECTION_SAMPLE,
     rejection.REJECTION_SAMPLE_LAWS,
 )

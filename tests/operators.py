@@ -134,6 +134,13 @@ def delta_inputs(
     return [q, k, v, g, beta, normal(rng, batch, heads, dim, dim // 2)]
 
 
+def slot_inputs(rng: np.random.Generator, accepted: Array, rows: int = 4) -> list[Array]:
+    """Like :func:`delta_inputs`, with a state ``[Dv, Dk]`` behind every row of the last round."""
+    args = delta_inputs(rng, len(accepted), rows)
+    states = normal(rng, len(accepted), rows, 4, 8, 16)
+    return [*args[:5], states, accepted]
+
+
 def attention_inputs(
     rng: np.random.Generator, rows: int = 3, heads: int = 4, dim: int = 16
 ) -> list[Any]:
@@ -212,5 +219,11 @@ def cases(rng: np.random.Generator) -> dict[str, Case]:
         "pad_rows of ids": ([rng.integers(0, 99, (2, 2), dtype=np.int32), 4, -1], (), 0),
         "pad_rows of enough": ([normal(rng, 2, 3), 3, 0], (), 0),
         "swiglu": ([normal(rng, 5, 48)], (), 2e-6),
+        "slot_conv": (
+            [normal(rng, 2, 4, 12), taps, normal(rng, 2, 6, 12), ints(3, 0)],
+            (1,),
+            2e-6,
+        ),
+        "slot_delta_rule": (slot_inputs(rng, ints(4, 0, 2)), (), 2e-6),
         "delta_gates": (gate_inputs(rng), (2, 3), 2e-6),
     }
