@@ -97,40 +97,42 @@ def attention_fused(
     extra_v: Any,
     block_size: int,
 ) -> Any:
-    """The fused inference attention kernel, on ``B * R`` rows in a line (layout TND).
+    """The fused inference attention kernel.
 
     Its causal mask is aligned at the end of a sequence, so every sequence is told to end with
     row R - 1, real or not: rows from ``count`` on see what their positions held before, and no
     row before them does. A hidden value still meets a weight of zero inside the kernel, so pools
     must be finite. Rows outside the pool (``extra_k``) are beyond it: drafts of one row, which
-    are left to :func:`attention_decomposed`. float16 and bfloat16 only.
+    are left to :func:`attention_decomposed`.
+
+    Limits documented for 910B and A3: float16 or bfloat16, at most 256 heads, ``block_size`` a
+    multiple of 128 up to 512. Layout BSND takes a head of up to 512; TND, the usual one for
+    ragged batches, takes 128 and 192 but not 256.
     """
-    args = (q, k_pool, v_pool, table, start, count, extra_k, extra_v, block_size)
     if extra_k is not None:
+        args = (q, k_pool, v_pool, table, start, count, extra_k, extra_v, block_size)
         return attention_decomposed(*args)
     import torch
 
-    torchair = import_module("torchair")
-    batch, rows, heads, dim = q.shape
-    kv_heads = k_pool.shape[2]
-    keys, values = (p.view(p.shape[0], block_size, kv_heads * dim) for p in (k_pool, v_pool))
-    ends = torch.arange(rows, batch * rows + 1, rows, dtype=torch.int64)
-    mixed, _ = torchair.ops.npu_fused_infer_attention_score_v2(
-        q.reshape(batch * rows, heads, dim),
+    rows, heads, dim = q.shape[1:]
+    keys, values = (p.view(p.shape[0], block_size, -1) for p in (k_pool, v_pool))
+    # One row sees all that its sequence holds: the kernel for it takes no mask.
+    masked = {"atten_mask": _causal_mask(), "sparse_mode": 3} if rows > 1 else {}
+    attend = import_module("torchair").ops.npu_fused_infer_attention_score_v2
+    mixed, _ = attend(
+        q.contiguous(),
         keys,
         values,
-        atten_mask=_causal_mask(),
         block_table=table,
-        actual_seq_qlen=ends,
         actual_seq_kvlen=(start + rows).to(torch.int64),
         num_query_heads=heads,
-        num_key_value_heads=kv_heads,
+        num_key_value_heads=k_pool.shape[2],
         softmax_scale=dim**-0.5,
-        input_layout="TND",
-        sparse_mode=3,
+        input_layout="BSND",
         block_size=block_size,
+        **masked,
     )
-    return mixed.view(batch, rows, heads, dim)
+    return mixed
 
 
 def _rows(x: Any) -> Any:

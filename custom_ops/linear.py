@@ -7,6 +7,8 @@
   A per-tensor activation scale would let a draft row move the rows before it.
 * ``int4``: blocks of 32 along K, symmetric, two values a byte, low nibble first
   (``MatMulNBits`` with accuracy_level 4, the only variant whose rows are independent).
+
+Products come in the type of the activations, rows of a quantised table in float32.
 """
 
 from collections.abc import Iterator
@@ -15,13 +17,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from qwen_mtp.custom_ops import linear_npu
 from qwen_mtp.custom_ops.operator import MICROSOFT, Operator, alias, const, shared
 
 Floats = npt.NDArray[np.float32]
+Activations = npt.NDArray[Any]  # float32, or float16 in half-precision packages
 Bytes = npt.NDArray[np.uint8]
 Int8s = npt.NDArray[np.int8]
 
-BLOCK = 32
+BLOCK = linear_npu.BLOCK
 ZERO_POINT = 128
 FLAT = "flat"  # suffix of an int4 table seen as [V, H / 2], the shape in which rows are read
 TINY = np.float32(1e-30)  # keeps the scale of an all-zero row positive
@@ -69,29 +73,34 @@ def quantize_rows(x: Floats) -> tuple[Bytes, Floats]:
     return (np.rint(x / scale) + ZERO_POINT).astype(np.uint8), scale
 
 
-def linear(x: Floats, weight: Floats) -> Floats:
-    """``x @ weight^T``: ``[M, K]`` by ``[N, K]`` to ``[M, N]``, float32."""
-    return x @ weight.T
+def linear(x: Activations, weight: Activations) -> Activations:
+    """``x @ weight^T``: ``[M, K]`` by ``[N, K]`` to ``[M, N]``, summed in float32."""
+    if x.dtype == np.float32:
+        return x @ weight.T
+    product, wide = np.empty((len(x), len(weight)), dtype=x.dtype), x.astype(np.float32)
+    for part in _strips(len(weight), x.shape[1]):
+        product[:, part] = wide @ weight[part].astype(np.float32).T
+    return product
 
 
-def linear_int8(x: Floats, weight: Int8s, scale: Floats) -> Floats:
+def linear_int8(x: Activations, weight: Int8s, scale: Floats) -> Activations:
     """Integer product of quantised rows, scaled per channel and per row.
 
     Args:
-        x: ``[M, K]`` float32.
+        x: ``[M, K]``.
         weight: ``[K, N]`` int8.
         scale: ``[N]`` float32.
     """
-    q, row_scale = quantize_rows(x)
+    q, row_scale = quantize_rows(x.astype(np.float32))
     # float64 holds every partial sum exactly, so this is the integer product at BLAS speed.
     signed = q.astype(np.float64) - ZERO_POINT
     product = np.empty((len(x), weight.shape[1]), dtype=np.float32)
     for part in _strips(weight.shape[1], weight.shape[0]):
         product[:, part] = signed @ weight[:, part].astype(np.float64)
-    return product * scale * row_scale
+    return (product * scale * row_scale).astype(x.dtype)
 
 
-def linear_int8_rows(x: Floats, weight: Int8s, scale: Floats) -> Floats:
+def linear_int8_rows(x: Activations, weight: Int8s, scale: Floats) -> Activations:
     """:func:`linear_int8` with the weight kept as ``[N, K]``."""
     return linear_int8(x, weight.T, scale)
 
@@ -105,25 +114,29 @@ def round_blocks(x: Floats) -> Floats:
     return rounded.reshape(x.shape)
 
 
-def linear_int4(x: Floats, packed: Bytes, scale: Floats) -> Floats:
+def linear_int4(x: Activations, packed: npt.NDArray[Any], scale: Activations) -> Activations:
     """Product of rounded activations with the dequantised matrix.
 
-    The kernel (accuracy_level 4) rounds each block of 32 activations to int8 as well.
+    The kernel (accuracy_level 4) rounds each block of 32 activations to int8 as well; that of
+    Ascend, which has a layout of its own (``pack_int4_npu``), does not.
 
     Args:
-        x: ``[M, K]`` float32.
-        packed: ``[N, K / 32, 16]`` uint8.
-        scale: ``[N, K / 32]`` float32.
+        x: ``[M, K]``.
+        packed: ``[N, K / 32, 16]`` uint8, or ``[K, N / 8]`` int32 for Ascend.
+        scale: ``[N, K / 32]`` float32, or ``[K / 32, N]``.
     """
-    rounded = round_blocks(x)
+    if packed.ndim == 2:
+        weight = linear_npu.unpack_int4_npu(packed, scale)
+        return (x.astype(np.float32) @ weight).astype(x.dtype)
+    rounded = round_blocks(x.astype(np.float32))
     product = np.empty((len(x), len(packed)), dtype=np.float32)
     for part in _strips(len(packed), x.shape[1]):
         product[:, part] = rounded @ dequantize_int4(packed[part], scale[part]).T
-    return product
+    return product.astype(x.dtype)
 
 
-def embedding(ids: npt.NDArray[np.int32], table: Floats) -> Floats:
-    """Rows of ``[V, H]`` float32: ``[M]`` ids to ``[M, H]``; a negative id reads row 0."""
+def embedding(ids: npt.NDArray[np.int32], table: Activations) -> Activations:
+    """Rows of ``[V, H]``: ``[M]`` ids to ``[M, H]``; a negative id reads row 0."""
     return table[np.maximum(ids, 0)]
 
 
@@ -158,7 +171,7 @@ def _int8_rows_fake(x: Any, weight: Any, scale: Any) -> Any:
 
 
 def _int4_fake(x: Any, packed: Any, scale: Any) -> Any:
-    return x.new_empty((x.shape[0], packed.shape[0]))
+    return x.new_empty((x.shape[0], scale.shape[1] if packed.dim() == 2 else packed.shape[0]))
 
 
 def _product_onnx(op: Any, x: Any, weight: Any) -> Any:
@@ -238,14 +251,28 @@ def _int4_rows_fake(ids: Any, packed: Any, scale: Any) -> Any:
     return scale.new_empty((ids.shape[0], packed.shape[1] * BLOCK))
 
 
-def _operator(name: str, inputs: str, meaning: Any, fake: Any, onnx: Any) -> Operator:
-    schema = f"({inputs}) -> Tensor"
-    return Operator(name=name, schema=schema, meaning=meaning, fake=fake, onnx=onnx)
+def _operator(
+    name: str, inputs: str, meaning: Any, fake: Any, onnx: Any, fused: Any = None
+) -> Operator:
+    return Operator(
+        name=name,
+        schema=f"({inputs}) -> Tensor",
+        meaning=meaning,
+        fake=fake,
+        onnx=onnx,
+        decomposed=getattr(linear_npu, name),
+        fused=fused,
+    )
 
 
 LINEAR = _operator("linear", "Tensor x, Tensor weight", linear, _product_fake, _product_onnx)
 LINEAR_INT8 = _operator(
-    "linear_int8", "Tensor x, Tensor weight, Tensor scale", linear_int8, _int8_fake, _int8_onnx
+    "linear_int8",
+    "Tensor x, Tensor weight, Tensor scale",
+    linear_int8,
+    _int8_fake,
+    _int8_onnx,
+    linear_npu.linear_int8_fused,
 )
 LINEAR_INT8_ROWS = _operator(
     "linear_int8_rows",
@@ -253,9 +280,15 @@ LINEAR_INT8_ROWS = _operator(
     linear_int8_rows,
     _int8_rows_fake,
     _int8_rows_onnx,
+    linear_npu.linear_int8_rows_fused,
 )
 LINEAR_INT4 = _operator(
-    "linear_int4", "Tensor x, Tensor packed, Tensor scale", linear_int4, _int4_fake, _int4_onnx
+    "linear_int4",
+    "Tensor x, Tensor packed, Tensor scale",
+    linear_int4,
+    _int4_fake,
+    _int4_onnx,
+    linear_npu.linear_int4_fused,
 )
 EMBEDDING = _operator(
     "embedding", "Tensor ids, Tensor table", embedding, _rows_fake, _embedding_onnx
