@@ -18,7 +18,7 @@ from qwen_mtp.graphs.spec import GraphSpec
 TORCH_TYPES = {"float32": torch.float32, "int32": torch.int32}
 _INPUT_TYPES = {"float32": ir.DataType.FLOAT, "int32": ir.DataType.INT32}
 _PLACEMENT = {"device", "layout", "pin_memory", "requires_grad"}
-_CHECKS = {torch.ops.aten._assert_tensor_metadata.default}  # hold by construction
+CHECKS = {torch.ops.aten._assert_tensor_metadata.default}  # hold by construction
 _OWN = {getattr(getattr(torch.ops, NAMESPACE), o.name).default: o.onnx for o in OPERATORS}
 
 
@@ -58,7 +58,7 @@ def lower(
         if node.op == "placeholder":
             name = params.get(node.name)
             env[node] = weights[name.removeprefix("model.")] if name else next(given)
-        elif node.op == "call_function" and node.target not in _CHECKS:
+        elif node.op == "call_function" and node.target not in CHECKS:
             env[node] = _emit(op, node, env)
         elif node.op == "output":
             return [env[value] for value in node.args[0]]

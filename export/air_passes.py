@@ -1,0 +1,279 @@
+"""Rewrites a GE model as torchair left it into the file of a package.
+
+torchair numbers inputs by first use, names them after FX nodes, keeps debugging notes and copies
+what it may not overwrite. Here inputs and outputs get the names of the manifest, weights become
+files, states that change in place become ``RefData``, equal constants become one, and what nobody
+reads goes. Nothing in the result depends on when or where it was made.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from qwen_mtp.errors import ExportError
+from qwen_mtp.ge.proto import ATTRIBUTE_CODES, TENSOR_TYPES
+from qwen_mtp.ge.wheel import messages
+from qwen_mtp.graphs.spec import GraphSpec, TensorSpec
+from qwen_mtp.graphs.weights import StoredTensor
+
+_KEPT = {
+    *(f"_{side}_name_{part}" for side in ("input", "output") for part in ("key", "value")),
+    "_inference_rule",
+}
+_COPIES = ("Identity", "TensorMove")
+_SOURCES = ("Data", "RefData", "FileConstant")
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """What the inputs and outputs of a converted graph are.
+
+    Attributes:
+        spec: The signature: its inputs follow the weights; the values of the states it changes in
+            place follow its outputs.
+        weights: The stored tensors that the first inputs stand for.
+        used: Which of weights and inputs the converted graph has, in its order.
+        folder: Folder of the weight files, relative to the model.
+    """
+
+    spec: GraphSpec
+    weights: Sequence[StoredTensor]
+    used: Sequence[bool]
+    folder: str
+
+
+def finish(model: Any, interface: Interface) -> Any:
+    """The model of a package.
+
+    Args:
+        model: The ``ModelDef`` that torchair wrote.
+        interface: Names and kinds of inputs and outputs.
+
+    Returns:
+        A new ``ModelDef``.
+
+    Raises:
+        ExportError: Inputs or outputs are not what the interface says.
+    """
+    graph = _Graph(model.graph[0])
+    graph.name_inputs(interface)
+    graph.drop_outputs(len(interface.spec.outputs))
+    graph.merge_constants()
+    graph.drop_copies()
+    graph.drop_unread({t.name for t in interface.spec.inputs})
+    graph.name_outputs([t.name for t in interface.spec.outputs])
+    graph.name_others()
+    return graph.model(interface.spec.name)
+
+
+class _Graph:
+    """The operators of a graph in order; edges are ``name:output``."""
+
+    def __init__(self, graph: Any) -> None:
+        self.ops: list[Any] = list(graph.op)
+
+    def _output(self) -> Any:
+        (found,) = (op for op in self.ops if op.type == "NetOutput")
+        return found
+
+    def _reroute(self, edges: Mapping[str, str]) -> None:
+        """Replace edges; a replacement may itself be replaced."""
+        for op in self.ops:
+            for i, edge in enumerate(op.input):
+                while edge in edges:
+                    edge = edges[edge]
+                op.input[i] = edge
+
+    def _rename(self, names: Mapping[str, str]) -> None:
+        for op in self.ops:
+            op.name = names.get(op.name, op.name)
+            for i, edge in enumerate(op.input):
+                name, _, port = edge.rpartition(":")
+                if name in names:
+                    op.input[i] = f"{names[name]}:{port}"
+
+    def name_inputs(self, interface: Interface) -> None:
+        spec = interface.spec
+        given: list[StoredTensor | TensorSpec] = [*interface.weights, *spec.inputs]
+        used = [t for t, is_used in zip(given, interface.used, strict=True) if is_used]
+        data = [op for op in self.ops if op.type == "Data"]
+        if len(data) != len(used):
+            raise ExportError(f"{spec.name}: {len(data)} inputs were traced, {len(used)} expected")
+        _check_shapes(data, used)
+        rest = [op for op in self.ops if op.type != "Data"]
+        # Two namespaces may meet: all operators first get names that no tensor has.
+        self._rename({op.name: f"op/{i}" for i, op in enumerate(self.ops)})
+        self._rename({op.name: t.name for op, t in zip(data, used, strict=True)})
+        places = {op.name: op for op in data}
+        weights = [_file(t, interface.folder) for t in interface.weights if t.name in places]
+        changed = set(spec.in_place)
+        plain = [t for t in spec.inputs if t.name not in changed]
+        kept = [t for t in spec.inputs if t.name in changed]
+        inputs = [_input(t, i, "Data") for i, t in enumerate(plain)]
+        inputs += [_input(t, i, "RefData") for i, t in enumerate(kept, len(plain))]
+        self.ops = [*weights, *inputs, *rest]
+
+    def drop_outputs(self, count: int) -> None:
+        output = self._output()
+        del output.input[count:]
+        del output.input_desc[count:]
+        _port_names(output, [f"input{i}" for i in range(count)], [])
+
+    def merge_constants(self) -> None:
+        seen: dict[tuple[object, ...], str] = {}
+        edges, kept = {}, []
+        for op in self.ops:
+            if op.type == "Const":
+                value = op.attr["value"].t
+                key = (value.desc.dtype, tuple(value.desc.shape.dim), value.data)
+                first = seen.setdefault(key, op.name)
+                if first != op.name:
+                    edges[f"{op.name}:0"] = f"{first}:0"
+                    continue
+            kept.append(op)
+        self.ops = kept
+        self._reroute(edges)
+
+    def drop_copies(self) -> None:
+        """Copies keep a traced graph functional; here order and memory are the compiler's.
+
+        A state that an operator changes in place must come to it directly. A copy of a state for
+        any other reader stays: it may be what keeps the old value.
+        """
+        readers: dict[str, list[Any]] = {}
+        for op in self.ops:
+            for edge in op.input:
+                readers.setdefault(edge, []).append(op)
+        states = {f"{op.name}:0" for op in self.ops if op.type == "RefData"}
+        edges = {}
+        for op in self.ops:
+            if op.type in _COPIES:
+                source, here = op.input[0], readers.get(f"{op.name}:0", [])
+                if source not in states or all(_changes(r, f"{op.name}:0") for r in here):
+                    edges[f"{op.name}:0"] = source
+        gone = {edge.rpartition(":")[0] for edge in edges}
+        self.ops = [op for op in self.ops if op.name not in gone]
+        self._reroute(edges)
+
+    def drop_unread(self, named: set[str]) -> None:
+        live = {edge.rpartition(":")[0] for edge in self._output().input}
+        kept = []
+        for op in reversed(self.ops):
+            changes = any(_changes(op, edge) for edge in self._states() & set(op.input))
+            if op.type == "NetOutput" or op.name in live | named or changes:
+                kept.append(op)
+                live |= {edge.rpartition(":")[0] for edge in op.input}
+        self.ops = kept[::-1]
+
+    def _states(self) -> set[str]:
+        return {f"{op.name}:0" for op in self.ops if op.type == "RefData"}
+
+    def name_outputs(self, names: Sequence[str]) -> None:
+        """Give each producer the name of its output; one that has several gets a copy each."""
+        output, places = self._output(), {op.name: op for op in self.ops}
+        taken: dict[str, str] = {}
+        added = []
+        for i, name in enumerate(names):
+            source = output.input[i].rpartition(":")[0]
+            producer = places[source]
+            if producer.type in _SOURCES or len(producer.output_desc) > 1 or source in taken:
+                added.append(_copy(name, output.input[i]))
+                output.input[i] = f"{name}:0"
+            else:
+                taken[source] = name
+        self.ops[-1:-1] = added
+        self._rename(taken)
+
+    def name_others(self) -> None:
+        counts: Counter[str] = Counter()
+        names = {}
+        for op in self.ops:
+            if op.name.startswith("op/"):
+                names[op.name] = f"{op.type}/{counts[op.type]}"
+                counts[op.type] += 1
+        self._rename(names)
+        self._output().name = "NetOutput"
+
+    def model(self, name: str) -> Any:
+        model = messages().ModelDef(name=name, version=1)
+        graph = model.graph.add(name=name)
+        for op in self.ops:
+            graph.op.append(_clean(op))
+        return model
+
+
+def _check_shapes(data: Sequence[Any], used: Sequence[StoredTensor | TensorSpec]) -> None:
+    for op, tensor in zip(data, used, strict=True):
+        found = tuple(op.input_desc[0].shape.dim)
+        if found != tensor.shape:
+            raise ExportError(f"{tensor.name}: traced as {found}, {tensor.shape} expected")
+
+
+def _changes(op: Any, edge: str) -> bool:
+    """Whether ``op`` overwrites what ``edge`` brings: it has an output of that input's name."""
+    outputs = {desc.name for desc in op.output_desc}
+    named = zip(op.input, op.input_desc, strict=True)
+    return any(e == edge and desc.name in outputs for e, desc in named)
+
+
+def _file(tensor: StoredTensor, folder: str) -> Any:
+    op = messages().OpDef(name=tensor.name, type="FileConstant")
+    op.attr["file_path"].s = f"{folder}/{tensor.name}".encode()
+    op.attr["file_id"].s = tensor.name.encode()
+    _list(op, "shape", tensor.shape)
+    op.attr["dtype"].dt = ATTRIBUTE_CODES[TENSOR_TYPES[tensor.dtype]]
+    _describe(op.output_desc.add(name="y"), tensor)
+    _port_names(op, [], ["y"])
+    return op
+
+
+def _input(tensor: TensorSpec, index: int, kind: str) -> Any:
+    op = messages().OpDef(name=tensor.name, type=kind)
+    op.attr["index"].i = index
+    for desc in (op.input_desc.add(name="x"), op.output_desc.add(name="y")):
+        _describe(desc, tensor)
+    _port_names(op, ["x"], ["y"])
+    return op
+
+
+def _copy(name: str, edge: str) -> Any:
+    op = messages().OpDef(name=name, type="Identity", input=[edge])
+    op.input_desc.add(name="x", layout="ND")
+    op.output_desc.add(name="y", layout="ND")
+    _port_names(op, ["x"], ["y"])
+    return op
+
+
+def _describe(desc: Any, tensor: StoredTensor | TensorSpec) -> None:
+    desc.layout = "ND"
+    desc.dtype = messages().DataType.Value(TENSOR_TYPES[tensor.dtype])
+    desc.shape.dim[:] = tensor.shape
+
+
+def _list(op: Any, name: str, values: Iterable[int]) -> None:
+    op.attr[name].list.i.extend(values)
+    op.attr[name].list.val_type = 2  # VT_LIST_INT
+
+
+def _port_names(op: Any, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+    for side, names in (("input", inputs), ("output", outputs)):
+        for part in ("key", "value"):
+            op.attr.pop(f"_{side}_name_{part}", None)
+            entry = op.attr[f"_{side}_name_{part}"].list
+            if part == "key":
+                entry.s.extend(name.encode() for name in names)
+            else:
+                entry.i.extend(range(len(names)))
+
+
+def _clean(op: Any) -> Any:
+    """A copy without torchair's notes: attributes of its executor and of its debugger."""
+    copy = messages().OpDef()
+    copy.CopyFrom(op)
+    for name in [n for n in copy.attr if n.startswith("_") and n not in _KEPT]:
+        del copy.attr[name]
+    for desc in (*copy.input_desc, *copy.output_desc):
+        desc.attr.clear()
+        desc.device_type = "NPU"
+    return copy
