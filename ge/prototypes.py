@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 Arity = Literal["required", "optional", "dynamic"]
 
@@ -37,7 +37,7 @@ _CALL = re.compile(
     r"\((.*?)\)\s*(?=\.[A-Z]|\Z)",
     re.S,
 )
-_ARITY: dict[str, Arity] = {"OPTIONAL_INPUT": "optional", "DYNAMIC_INPUT": "dynamic"}
+_ARITY: dict[str, Arity] = {"OPTIONAL_INPUT": "optional"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +104,18 @@ def wheel_prototypes(torchair: Path) -> Prototypes:
 
 def parse(name: str, text: str) -> Prototype:
     """Read the calls that follow ``REG_OP(name)``."""
-    body = text.split(".OP_END_FACTORY_REG")[0].strip()
-    calls = [(kind, *_arguments(rest)) for kind, rest in _CALL.findall(body)]
-    variables = {key: _dtypes(value) for kind, key, value in calls if kind == "DATATYPE"}
+    calls = _CALL.findall(text.split(".OP_END_FACTORY_REG")[0].strip())
+    variables = {
+        key: _dtypes(spec)
+        for kind, rest in calls
+        if kind == "DATATYPE"
+        for key, spec in [_arguments(rest)]
+    }
     return Prototype(
         name,
-        tuple(_port(kind, *a, variables) for kind, *a in calls if kind.endswith("INPUT")),
-        tuple(_port(kind, *a, variables) for kind, *a in calls if kind.endswith("OUTPUT")),
-        tuple(_attribute(kind, *a) for kind, *a in calls if kind.endswith("ATTR")),
+        tuple(_port(kind, rest, variables) for kind, rest in calls if kind.endswith("INPUT")),
+        tuple(_port(kind, rest, variables) for kind, rest in calls if kind.endswith("OUTPUT")),
+        tuple(_attribute(kind, rest) for kind, rest in calls if kind.endswith("ATTR")),
     )
 
 
@@ -128,8 +132,9 @@ def _arguments(text: str) -> tuple[str, str]:
     return first.strip(), rest.strip()
 
 
-def _port(kind: str, name: str, spec: str, variables: dict[str, frozenset[str]]) -> Port:
-    arity = cast(Arity, "dynamic" if "DYNAMIC" in kind else _ARITY.get(kind, "required"))
+def _port(kind: str, text: str, variables: dict[str, frozenset[str]]) -> Port:
+    name, spec = _arguments(text)
+    arity: Arity = "dynamic" if "DYNAMIC" in kind else _ARITY.get(kind, "required")
     symbol = spec.strip('"') if spec.startswith('"') else ""
     dtypes = variables.get(symbol, frozenset()) if symbol else _dtypes(spec)
     return Port(name, arity, dtypes, symbol)
@@ -144,7 +149,7 @@ def _dtypes(spec: str) -> frozenset[str]:
     return frozenset(named).union(*(GROUPS[word] for word in words & GROUPS.keys()))
 
 
-def _attribute(kind: str, name: str, spec: str) -> Attribute:
+def _attribute(kind: str, text: str) -> Attribute:
+    name, spec = _arguments(text)
     type_, default = _arguments(spec)
-    required = kind == "REQUIRED_ATTR"
-    return Attribute(name, type_.capitalize() if type_ == "int" else type_, required, default)
+    return Attribute(name, type_[:1].upper() + type_[1:], kind == "REQUIRED_ATTR", default)
