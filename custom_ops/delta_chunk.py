@@ -36,16 +36,15 @@ def chunk_rule(
     ratio, scale = heads // q.shape[2], q.shape[3] ** -0.5
     q, k = spread(q.float(), ratio), spread(k, ratio)
     q, k, v, g, beta = (_chunked(x, size) for x in (q * scale, k, v, _column(g), _column(beta)))
-    total = g.cumsum(1)
-    decay = _pair_decay(total, size)
+    decay = _pair_decay(g, size)
+    grown = decay[:, :, :1] * g[:, :1].exp()  # exp(G)
+    left = decay[:, size - 1 :].transpose(1, 2)  # from row j to the end of the chunk
     products = torch.bmm(torch.cat([k, q], 1), k.transpose(1, 2)) * torch.cat([decay, decay], 1)
     among, seen = torch.split(products, [size, size], 1)
     rate = _inverse(among * beta, size)
-    grown = total.exp()
     solved = torch.bmm(rate, torch.cat([v, k * grown], 2) * beta)
     wv, wk = torch.split(solved, [value_dim, k.shape[2]], 2)
-    last = total[:, size - 1 :]
-    parts = (wv, torch.cat([wk, q * grown], 1), seen, k * (last - total).exp(), last.exp())
+    parts = (wv, torch.cat([wk, q * grown], 1), seen, k * left, grown[:, size - 1 :])
     out, state = _chain(parts, state.float().reshape(-1, *state.shape[2:]), size)
     out = out.reshape(batch, heads, -1, value_dim).transpose(1, 2)[:, :rows]
     return out, state.reshape(batch, heads, *state.shape[1:])
@@ -67,15 +66,18 @@ def _chunked(x: Any, size: int) -> Any:
     return x.reshape(-1, size, dim)
 
 
-def _pair_decay(total: Any, size: int) -> Any:
-    """``exp(G_i - G_j)`` for j <= i and 0 above, from ``[N, size, 1]``."""
+def _pair_decay(g: Any, size: int) -> Any:
+    """``exp(G_i - G_j)`` for j <= i and 0 above, from ``[N, size, 1]``.
+
+    The sums run between j and i alone: a difference of two sums from the start of the chunk would
+    have lost the last bits of a small decay behind a large one.
+    """
     import torch
 
     steps = torch.arange(size, dtype=torch.int32)
-    lower = steps.unsqueeze(1) >= steps
-    # Above the diagonal the difference is positive and its exponential may overflow.
-    unreached = torch.full((), UNREACHED)
-    return torch.where(lower, total - total.transpose(1, 2), unreached).exp()
+    row = steps.unsqueeze(1)
+    between = torch.where(row > steps, g, torch.zeros((), dtype=torch.float32)).cumsum(1)
+    return torch.where(row >= steps, between, torch.full((), UNREACHED)).exp()
 
 
 def _inverse(a: Any, size: int) -> Any:

@@ -13,19 +13,12 @@ class Steps:
     """Every row of the recurrence, split; shapes broadcast against the state.
 
     Attributes:
-        q: R scaled queries, float32.
-        k: R keys.
-        rate_k: R keys times beta.
-        rate_v: R values times beta.
-        decay: R factors of the state.
+        rows: Of each row the scaled query, the key, key and value times beta, and the factor of
+            the state, all float32.
         axis: Axis of the state that a key meets.
     """
 
-    q: tuple[Any, ...]
-    k: tuple[Any, ...]
-    rate_k: tuple[Any, ...]
-    rate_v: tuple[Any, ...]
-    decay: tuple[Any, ...]
+    rows: tuple[tuple[Any, ...], ...]
     axis: int
 
     def run(self, state: Any) -> tuple[list[Any], list[Any]]:
@@ -34,8 +27,7 @@ class Steps:
         Outputs are computed from the states alone, so a graph that drops them drops their cost.
         """
         outputs, states = [], []
-        rows = zip(self.q, self.k, self.rate_k, self.rate_v, self.decay, strict=True)
-        for q, k, rate_k, rate_v, decay in rows:
+        for q, k, rate_k, rate_v, decay in self.rows:
             s = state.float() * decay
             delta = rate_v - (s * rate_k).sum(self.axis, keepdim=True)
             # One-token decoding stores the state between rows, so its rounding belongs to a row.
@@ -66,8 +58,8 @@ def steps(
     rate, decay = beta.unsqueeze(-1), g.exp().unsqueeze(-1).unsqueeze(-1)
     q, k, rate_k = (x.unsqueeze(key) for x in (q, k, k * rate))
     rate_v = (v * rate).unsqueeze(value)
-    rows = [x.unbind(1) for x in (q, k, rate_k, rate_v, decay)]
-    return Steps(*rows, 3 if key_last else 2)
+    split = (x.unbind(1) for x in (q, k, rate_k, rate_v, decay))
+    return Steps(tuple(zip(*split, strict=True)), 3 if key_last else 2)
 
 
 def masked(k: Any, v: Any, g: Any, beta: Any, keep: Any | None) -> tuple[Any, Any, Any, Any]:
