@@ -4,7 +4,6 @@ Arguments are those of the meanings (``attention.py``), as torch tensors; activa
 may be float32, float16 or bfloat16.
 """
 
-from importlib import import_module
 from typing import Any
 
 from qwen_mtp.custom_ops.pool import TRASH_SLOT
@@ -118,8 +117,8 @@ def attention_fused(
     keys, values = (p.view(p.shape[0], block_size, -1) for p in (k_pool, v_pool))
     # One row sees all that its sequence holds: the kernel for it takes no mask.
     masked = {"atten_mask": _causal_mask(), "sparse_mode": 3} if rows > 1 else {}
-    attend = import_module("torchair").ops.npu_fused_infer_attention_score_v2
-    mixed, _ = attend(
+    # torchair's own name for it: lengths are tensors there, numbers of the graph in ``npu``.
+    mixed, _ = torch.ops.air.npu_fused_infer_attention_score_v2(
         q.contiguous(),
         keys,
         values,
