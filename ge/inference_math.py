@@ -34,6 +34,11 @@ def _compare(call: Call) -> Sequence[Value]:
     return (Value("DT_BOOL", value.shape),)
 
 
+def _scalar(call: Call) -> Sequence[Value]:
+    call.float_attr("value")
+    return _same(call)
+
+
 def _axpy(call: Call) -> Sequence[Value]:
     x1, x2, alpha = call["x1"], call["x2"], call["alpha"]
     require(len(alpha.shape) < 2, f"alpha is {alpha}, a scalar is needed")
@@ -167,6 +172,7 @@ _RULES: dict[str, tuple[str, Rule]] = {
     "reduce": ("ReduceSum ReduceMean ReduceMeanWithCast ReduceMax ReduceMin ReduceProd", _reduce),
     "reduce bool": ("ReduceAny ReduceAll", _reduce),
     "scan": ("Cumsum Cumprod", _scan),
+    "scalar": ("Muls Adds", _scalar),
     "axpy": ("AxpyV2", _axpy),
     "clip": ("ClipByValueV2", _clip),
     "select": ("SelectV2", _select),

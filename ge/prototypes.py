@@ -104,6 +104,7 @@ def wheel_prototypes(torchair: Path) -> Prototypes:
 
 def parse(name: str, text: str) -> Prototype:
     """Read the calls that follow ``REG_OP(name)``."""
+    text = text.replace(".ATRR(", ".ATTR(")  # as the wheel misspells it once
     calls = _CALL.findall(text.split(".OP_END_FACTORY_REG")[0].strip())
     variables = {
         key: _dtypes(spec)
