@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from qwen_mtp.graphs.model import Graph
-from qwen_mtp.graphs.spec import GraphSpec, StateSpec, TensorSpec
+from qwen_mtp.graphs.signature import graph_specs
+from qwen_mtp.graphs.spec import GraphSpec, Layout, StateSpec, TensorSpec, state_specs
 from qwen_mtp.runtime.package import Package
 from tests.acl_stand_in import Arrays, OmFile, StandIn, om_file
 from tests.packages import package, random_checkpoint
@@ -156,6 +157,19 @@ def in_place(package: Package, kinds: Collection[str]) -> Package:
     return Package(package.directory, made)
 
 
+def in_layout(package: Package, layout: Layout) -> Package:
+    """The package as it would be written for a back end that keeps state in this way."""
+    manifest = package.manifest
+    config, geometry = manifest.config, replace(manifest.geometry, layout=layout)
+    made = msgspec.structs.replace(
+        manifest,
+        geometry=geometry,
+        graphs=graph_specs(config, geometry),
+        states=state_specs(config, geometry),
+    )
+    return Package(package.directory, made)
+
+
 @cache
 def _modules(checkpoint: Path, geometry: Any) -> EagerGraphs:
     return EagerGraphs(checkpoint, geometry)
@@ -172,16 +186,14 @@ def module_acl(package: Package, checkpoint: Path, directory: Path) -> StandIn:
 
 def _compiled(eager: EagerGraphs, spec: GraphSpec) -> OmFile:
     module = Graph(eager.model, eager.specs[spec.name])
+    names = [*(tensor.name for tensor in module.spec.outputs), *module.spec.in_place]
 
     def compute(given: Arrays, wanted: Arrays) -> None:
         tensors = [torch.from_numpy(given[t.name].copy()) for t in spec.inputs]
         with torch.inference_mode():
             found = module(*tensors)
-        for tensor, value in zip(module.spec.outputs, found, strict=True):
-            target = wanted.get(tensor.name)
-            if target is None:  # changed in place
-                assert tensor.state is not None
-                target = given[tensor.state]
+        for name, value in zip(names, found, strict=True):
+            target = wanted[name] if name in wanted else given[name.removesuffix(".out")]
             np.copyto(target, value.numpy(), casting="no")
 
     return om_file(spec, compute)

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from qwen_mtp.graphs.spec import Layout
 from qwen_mtp.runtime.om import OmEngine
 from qwen_mtp.runtime.package import Package
 from qwen_mtp.runtime.sampling import ResolvedSampling, SamplingParams
 from qwen_mtp.runtime.session import Session
-from tests.om_packages import in_place, module_acl
+from tests.om_packages import in_layout, in_place, module_acl
 from tests.packages import package, random_checkpoint
 from tests.scripted import GREEDY, random_prompts
 
@@ -78,16 +79,26 @@ def truth() -> tuple[list[int], Story]:
     return future, tell(Session(exported(), threads=1), future)
 
 
-@pytest.mark.parametrize("kinds", IN_PLACE, ids=lambda kinds: "-".join(kinds) or "nothing")
-def test_a_session_on_offline_models_says_what_onnx_runtime_says(
-    kinds: tuple[str, ...], truth: tuple[list[int], Story], tmp_path: Path
-) -> None:
+def check(made: Package, truth: tuple[list[int], Story], directory: Path) -> None:
     future, expected = truth
-    made = in_place(exported(), kinds)
-    acl = module_acl(made, random_checkpoint(), tmp_path)
-    with OmEngine(made, tmp_path, acl=acl) as engine:
+    acl = module_acl(made, random_checkpoint(), directory)
+    with OmEngine(made, directory, acl=acl) as engine:
         found = tell(Session(made, engine=engine), future)
     assert found == expected
     assert {count for count, _ in found.accepted} == {0, 1, 2, 3}
     assert acl.violations == []
     assert acl.live.left() == {}
+
+
+@pytest.mark.parametrize("kinds", IN_PLACE, ids=lambda kinds: "-".join(kinds) or "nothing")
+def test_offline_models_say_what_onnx_runtime_says_whatever_changes_in_place(
+    kinds: tuple[str, ...], truth: tuple[list[int], Story], tmp_path: Path
+) -> None:
+    check(in_place(exported(), kinds), truth, tmp_path)
+
+
+@pytest.mark.parametrize("layout", ["paged", "slots"])
+def test_offline_models_say_what_onnx_runtime_says_in_the_layouts_of_ascend(
+    layout: Layout, truth: tuple[list[int], Story], tmp_path: Path
+) -> None:
+    check(in_layout(exported(), layout), truth, tmp_path)
