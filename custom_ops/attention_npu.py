@@ -4,6 +4,7 @@ Arguments are those of the meanings (``attention.py``), as torch tensors; activa
 may be float32, float16 or bfloat16.
 """
 
+from importlib import import_module
 from typing import Any
 
 from qwen_mtp.custom_ops.pool import TRASH_SLOT
@@ -117,8 +118,9 @@ def attention_fused(
     keys, values = (p.view(p.shape[0], block_size, -1) for p in (k_pool, v_pool))
     # One row sees all that its sequence holds: the kernel for it takes no mask.
     masked = {"atten_mask": _causal_mask(), "sparse_mode": 3} if rows > 1 else {}
-    # torchair's own name for it: lengths are tensors there, numbers of the graph in ``npu``.
-    mixed, _ = torch.ops.air.npu_fused_infer_attention_score_v2(
+    # Lengths are tensors here; for ``torch.ops.npu`` they would be numbers fixed in the graph.
+    attend = import_module("torchair.ops").npu_fused_infer_attention_score_v2
+    mixed, _ = attend(
         q.contiguous(),
         keys,
         values,

@@ -4,6 +4,7 @@ The kernels of Ascend run nowhere here: their stand-ins do what their documentat
 what is checked is which arguments the forms give them.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -333,8 +334,9 @@ class Kernels:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels where the forms look for them."""
-    for name in ("npu", "air"):
-        monkeypatch.setattr(torch.ops, name, Kernels(), raising=False)
+    monkeypatch.setattr(torch.ops, "npu", Kernels(), raising=False)
+    for name in ("torchair", "torchair.ops"):
+        monkeypatch.setitem(sys.modules, name, Kernels())
 
 
 @pytest.mark.usefixtures("kernels")
