@@ -1,5 +1,7 @@
 """The whole loop over offline models: the torch modules behind AscendCL's stand-in."""
 
+import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from qwen_mtp.graphs.spec import Layout
-from qwen_mtp.runtime.om import OmEngine
+from qwen_mtp.runtime.om import OM_DIRECTORY, OmEngine
 from qwen_mtp.runtime.package import Package
 from qwen_mtp.runtime.sampling import ResolvedSampling, SamplingParams
 from qwen_mtp.runtime.session import Session
@@ -102,3 +104,19 @@ def test_offline_models_say_what_onnx_runtime_says_in_the_layouts_of_ascend(
     layout: Layout, truth: tuple[list[int], Story], tmp_path: Path
 ) -> None:
     check(in_layout(exported(), layout), truth, tmp_path)
+
+
+def test_the_checklist_for_a_device_runs_on_the_stand_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = exported()
+    acl = module_acl(made, random_checkpoint(), made.directory / OM_DIRECTORY)
+    monkeypatch.setitem(sys.modules, "acl", acl)
+    text = (Path(__file__).parents[1] / "docs" / "om-checklist.md").read_text(encoding="utf-8")
+    code = "".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+    for name in ("ONNX_PACKAGE", "PACKAGE"):
+        code = code.replace(f'"{name}"', repr(str(made.directory)))
+    exec(compile(code, "om-checklist.md", "exec"), {"__name__": "checklist"})
+    assert acl.names().count("acl.mdl.execute") > 100
+    assert acl.violations == []
+    assert acl.live.left() == {}
