@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from qwen_mtp.errors import PackageError
-from qwen_mtp.ge import ops_fused, ops_index, ops_math, ops_quant, ops_shape
+from qwen_mtp.ge import ops_attention, ops_fused, ops_index, ops_math, ops_quant, ops_shape
 from qwen_mtp.ge.node import (
     ATTRIBUTE_TYPES,
     DESCRIPTOR_TYPES,
@@ -21,7 +21,7 @@ from qwen_mtp.ge.node import (
 )
 from qwen_mtp.ge.wiring import Source, State, Wire, check_order, find_states, read_wires
 
-OPERATOR_FILES = (ops_fused, ops_index, ops_math, ops_quant, ops_shape)
+OPERATOR_FILES = (ops_attention, ops_fused, ops_index, ops_math, ops_quant, ops_shape)
 Tensor = torch.Tensor
 Loader = Callable[[str, torch.dtype, tuple[int, ...]], Tensor]
 FOLDED_BYTES = 1 << 20  # what is computed from weights once is kept up to this size
@@ -71,6 +71,7 @@ class Compiler:
     """Turns operators into steps; slot 0 is the value of inputs that are absent."""
 
     def __init__(self, graph: Any, weights: Loader) -> None:
+        """Read the edges of a ``GraphDef`` and check the order of its states."""
         self.graph, self.weights = graph, weights
         self.wires = read_wires(graph)
         self.states = find_states(self.wires)

@@ -24,6 +24,8 @@ WRITES: Mapping[str, Mapping[int, str]] = {
     "FusedCausalConv1d": {0: "conv_states"},
     "InplaceFusedCausalConv1d": {0: "conv_states", 1: "x"},
 }
+# What a compiler may turn into another name of the same memory, or into a copy.
+RESHAPES = frozenset(["ExpandDims", "FlattenV2", "Identity", "Reshape", "Squeeze", "Unsqueeze"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +149,31 @@ def _follow(
             f"GE operator {wire.name} ({wire.type}): it writes into {wires[source[0]].name}, "
             "which is no state; export the checkpoint again"
         )
+    viewed = _viewed_state(wires, owner, source)
+    if viewed is not None:
+        raise PackageError(
+            f"GE operator {wire.name} ({wire.type}): it writes into {wires[source[0]].name}, a view "
+            f"of {viewed.name}, which need not be its memory; give the state the operator's shape"
+        )
     if source in owner:
         state = owner[out] = owner[source]
         state.aliases.add(out)
         if out[0] not in state.writers:
             state.writers.append(out[0])
+
+
+def _viewed_state(
+    wires: Sequence[Wire], owner: Mapping[Source, State], source: Source
+) -> State | None:
+    """The state that this is a view of, in another shape."""
+    while source not in owner and wires[source[0]].type in RESHAPES:
+        first = wires[source[0]].sources[0]
+        if first is None:
+            return None
+        if first in owner:
+            return owner[first]
+        source = first
+    return None
 
 
 def check_order(wires: Sequence[Wire], states: Sequence[State]) -> None:
