@@ -76,7 +76,8 @@ def call(acl: Any, name: str, *args: Any, of: str = "") -> Any:
 def error(acl: Any, name: str, ret: int, of: str = "") -> PackageError | RequestError:
     """The error for a return code, with what AscendCL itself says of it."""
     meaning, remedy = _MEANINGS.get(ret, ("", LOG))
-    said = " ".join(str(answer(acl, "acl.get_recent_err_msg") or "").split())[:300]
+    recent = getattr(acl, "get_recent_err_msg", str)  # old versions have none
+    said = " ".join(str(recent() or "").split())[:300]
     where = f" in {of}" if of else ""
     reason = "; ".join(filter(None, (meaning, said)))
     kind = RequestError if ret == _NO_SUCH_DEVICE else PackageError
