@@ -12,6 +12,7 @@ from qwen_mtp.ge.values import Call, Rule, Value, axis_of, broadcast, require, s
 from qwen_mtp.ge.view import Shape
 
 HEADS = 256  # RecurrentGatedDeltaRule: N_k, N_v, D_k and D_v are at most this
+_LAYOUTS = ("TND", "BSND")  # of those GE has, those the product writes
 CAUSAL_MODES = (2, 3, 4)  # sparse_mode values for which the mask is the compressed 2048 x 2048
 
 
@@ -176,21 +177,30 @@ def _causal_conv(call: Call) -> Sequence[Value]:
 
 def _attention(call: Call) -> Sequence[Value]:
     query, key, value = call["query"], call["key0"], call["value0"]
-    require(call.text("input_layout", "BSH") == "TND", "input_layout is not TND, no rule reads it")
-    rows, heads, dim = _rank(query, 3, "query")
-    require(heads == call.int_attr("num_heads"), f"num_heads does not fit {query}")
     same_dtype(query, key, value)
+    layout = call.text("input_layout", "BSH")
+    require(layout in _LAYOUTS, f"input_layout is {layout}, no rule reads it")
+    *rows, heads, dim = _rank(query, len(layout), "query")
+    require(heads == call.int_attr("num_heads"), f"num_heads does not fit {query}")
     kv_heads = call.int_attr("num_key_value_heads", 0) or heads
     require(heads % kv_heads == 0, f"{kv_heads} key heads do not divide {heads}")
     value_dim = _pool(call, key, value, kv_heads, dim)
     _masked(call)
+    _sequences(call, query.shape[:1] if layout == "BSND" else None)
+    require(call.float_attr("scale", 1.0) > 0, "scale is not positive")
+    lse = (*rows, heads, 1) if call.flag("softmax_lse_flag") else (0,)
+    return Value(query.dtype, (*rows, heads, value_dim)), Value("DT_FLOAT", lse)
+
+
+def _sequences(call: Call, batch: Shape | None) -> None:
+    """Lengths and block tables are there for every sequence."""
     lengths = _rank(call["actual_seq_lengths_kv"], 1, "actual_seq_lengths_kv")
     _shaped(call, "actual_seq_lengths", lengths, "DT_INT64")
     table = _rank(call["block_table"], 2, "block_table")
     require(table[:1] == lengths, f"block_table {list(table)} for {list(lengths)} sequences")
-    require(call.float_attr("scale", 1.0) > 0, "scale is not positive")
-    lse = (rows, heads, 1) if call.flag("softmax_lse_flag") else (0,)
-    return Value(query.dtype, (rows, heads, value_dim)), Value("DT_FLOAT", lse)
+    require(batch in (None, lengths), f"{lengths[0]} lengths for a batch of {batch}")
+    ragged = batch is None and call.get("actual_seq_lengths") is None
+    require(not ragged, "input actual_seq_lengths is missing, TND rows have no other owner")
 
 
 def _pool(call: Call, key: Value, value: Value, kv_heads: int, dim: int) -> int:

@@ -18,6 +18,7 @@ from qwen_mtp.ge.view import SOURCES, Finding, Node, split_ref
 from qwen_mtp.graphs.spec import GraphSpec, TensorSpec
 
 _INPUTS = ("Data", "RefData")
+_VIEWS = ("Reshape", "Identity", "TensorMove", "Unsqueeze", "Squeeze")
 # What differs between two exports of the same thing, or tells where one was made.
 _TRACES = {
     "an address or a time": re.compile(rb"\d{9,}|0x[0-9a-fA-F]{6,}|\d{4}-\d\d-\d\d[T ]\d\d:"),
@@ -73,16 +74,27 @@ def check_used(nodes: Sequence[Node]) -> Iterator[Finding]:
     """Every operator's result is read, or written into a state; every state is written."""
     read = {split_ref(ref)[0] for node in nodes for ref in node.refs if ref}
     read |= {control for node in nodes for control in node.controls}
-    states = {f"{node.name}:0" for node in nodes if node.type == "RefData"}
-    written: set[str] = set()
+    states = {f"{node.name}:0": node.name for node in nodes if node.type == "RefData"}
+    views = {f"{n.name}:0": n.refs[0] for n in nodes if n.type in _VIEWS and n.refs}
+    written: dict[str, str] = {}
     for node in nodes:
-        changed = _changed(node) & states
-        written |= changed
+        changed = _changed(node)
+        written |= {_origin(ref, views): ref for ref in changed if ref not in written}
         exempt = node.type in (*_INPUTS, "NetOutput")
-        if not exempt and node.name not in read and not changed:
+        if not exempt and node.name not in read and not changed & states.keys():
             yield Finding(node.name, "unused", f"{node.type}: nothing reads it")
-    for ref in sorted(states - written):
-        yield Finding(split_ref(ref)[0], "unused", "RefData: the state is never written")
+    for ref, name in states.items():
+        if ref not in written:
+            yield Finding(name, "state", "RefData: it is never written")
+        elif written[ref] != ref:
+            message = f"RefData: it is written through {written[ref]}, which may be a copy"
+            yield Finding(name, "state", message)
+
+
+def _origin(ref: str, views: dict[str, str]) -> str:
+    while ref in views:
+        ref = views[ref]
+    return ref
 
 
 def _changed(node: Node) -> set[str]:
