@@ -152,7 +152,7 @@ def _follow(
     viewed = _viewed_state(wires, owner, source)
     if viewed is not None:
         raise PackageError(
-            f"GE operator {wire.name} ({wire.type}): it writes into {wires[source[0]].name}, a view "
+            f"GE operator {wire.name} ({wire.type}): it writes {wires[source[0]].name}, a view "
             f"of {viewed.name}, which need not be its memory; give the state the operator's shape"
         )
     if source in owner:
