@@ -159,8 +159,8 @@ def test_the_delta_rule_goes_on_from_the_accepted_slot_and_keeps_every_row() -> 
     q, k, v, beta, g = (_split(inputs[n]).numpy() for n in ("query", "key", "value", "beta", "g"))
     start = _split(inputs["state"])[[0, 1], [2, 0]].mT.numpy()
     for rows in range(1, ROWS + 1):
-        parts = (x[:, :rows] for x in (q, k, v, g, beta))
-        wanted, after = gated_delta_rule(*parts, state=start)
+        first = [x[:, :rows] for x in (q, k, v, g, beta)]
+        wanted, after = gated_delta_rule(first[0], first[1], first[2], first[3], first[4], start)
         found = _split(out)[:, :rows]
         torch.testing.assert_close(found, torch.from_numpy(wanted), rtol=1e-4, atol=1e-5)
         slots = _split(state)[:, rows - 1].mT
