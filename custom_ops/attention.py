@@ -276,6 +276,7 @@ KV_WRITE = Operator(
     onnx=_write_onnx,
     decomposed=attention_npu.write_decomposed,
     fused=attention_npu.write_fused,
+    kernels=("ScatterPaKvCache",),
 )
 PAGED_ATTENTION = Operator(
     name="paged_attention",
@@ -286,4 +287,5 @@ PAGED_ATTENTION = Operator(
     onnx=_attention_onnx,
     decomposed=attention_npu.attention_decomposed,
     fused=attention_npu.attention_fused,
+    kernels=("FusedInferAttentionScore",),
 )

@@ -252,7 +252,13 @@ def _int4_rows_fake(ids: Any, packed: Any, scale: Any) -> Any:
 
 
 def _operator(
-    name: str, inputs: str, meaning: Any, fake: Any, onnx: Any, fused: Any = None
+    name: str,
+    inputs: str,
+    meaning: Any,
+    fake: Any,
+    onnx: Any,
+    fused: Any = None,
+    kernels: tuple[str, ...] = (),
 ) -> Operator:
     return Operator(
         name=name,
@@ -262,9 +268,11 @@ def _operator(
         onnx=onnx,
         decomposed=getattr(linear_npu, name),
         fused=fused,
+        kernels=kernels,
     )
 
 
+W8A8 = ("DynamicQuant", "QuantBatchMatmulV3")
 LINEAR = _operator("linear", "Tensor x, Tensor weight", linear, _product_fake, _product_onnx)
 LINEAR_INT8 = _operator(
     "linear_int8",
@@ -273,6 +281,7 @@ LINEAR_INT8 = _operator(
     _int8_fake,
     _int8_onnx,
     linear_npu.linear_int8_fused,
+    W8A8,
 )
 LINEAR_INT8_ROWS = _operator(
     "linear_int8_rows",
@@ -281,6 +290,7 @@ LINEAR_INT8_ROWS = _operator(
     _int8_rows_fake,
     _int8_rows_onnx,
     linear_npu.linear_int8_rows_fused,
+    W8A8,
 )
 LINEAR_INT4 = _operator(
     "linear_int4",
@@ -289,6 +299,7 @@ LINEAR_INT4 = _operator(
     _int4_fake,
     _int4_onnx,
     linear_npu.linear_int4_fused,
+    ("WeightQuantBatchMatmulV2",),
 )
 EMBEDDING = _operator(
     "embedding", "Tensor ids, Tensor table", embedding, _rows_fake, _embedding_onnx

@@ -52,4 +52,5 @@ RMS_NORM = Operator(
     onnx=_onnx,
     decomposed=_decomposed,
     fused=_fused,
+    kernels=("RmsNorm",),
 )

@@ -28,9 +28,10 @@ class Operator:
         decomposed: The operator in aten calls on torch tensors, every shape static: what a back
             end without a kernel of its own runs (portable GE graphs, standard ONNX). None where
             the operator is a primitive there; it then has a ``ge`` form.
-        fused: The operator in calls of ``torch.ops.npu``: the kernels of Ascend 910B and A3. None
-            takes ``decomposed``.
+        fused: The operator in calls of ``torch.ops.npu``: the kernels of Ascend chips.
         ge: A torchair converter: called with GE tensors and ``meta_outputs``, emits GE nodes.
+        kernels: GE operators that ``fused``, or else ``ge``, needs a chip to have. An operator
+            with ``decomposed`` falls back to that where one is missing.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Operator:
     decomposed: Callable[..., Any] | None = None
     fused: Callable[..., Any] | None = None
     ge: Callable[..., Any] | None = None
+    kernels: tuple[str, ...] = ()
 
 
 def const(op: Any, array: npt.NDArray[Any]) -> Any:

@@ -134,4 +134,5 @@ ROTARY_EMBEDDING = Operator(
     onnx=_onnx,
     decomposed=_decomposed,
     fused=_fused,
+    kernels=("RotaryMul",),
 )

@@ -61,19 +61,20 @@ def slot_delta_rule(
         v: ``[B, R, Nv, Dv]`` float32.
         g: ``[B, R, Nv]`` float32 log decay (<= 0).
         beta: ``[B, R, Nv]`` float32 in [0, 1].
-        states: ``[B, R, Nv, Dv, Dk]`` float32, slot t behind row t of the last round.
+        states: ``[B * R, Nv, Dv, Dk]`` float32: of each sequence, slot t behind row t of the last
+            round.
         num_accepted: ``[B]`` int32 in 0..R.
 
     Returns:
         Outputs ``[B, R, Nv, Dv]`` and the states behind each of these rows.
     """
-    first = np.maximum(num_accepted, 1) - 1
-    state = states[np.arange(len(first)), first].swapaxes(2, 3)
+    first, rows = np.maximum(num_accepted, 1) - 1, q.shape[1]
+    state = states[np.arange(len(first)) * rows + first].swapaxes(2, 3)
     out, new = np.empty_like(v), np.empty_like(states)
-    for t in range(q.shape[1]):
+    for t in range(rows):
         row = np.s_[:, t : t + 1]
         out[row], state = gated_delta_rule(q[row], k[row], v[row], g[row], beta[row], state)
-        new[:, t] = state.swapaxes(2, 3)
+        new[t::rows] = state.swapaxes(2, 3)
     return out, new
 
 
@@ -89,7 +90,7 @@ def _conv_onnx(op: Any, u: Any, weight: Any, window: Any, num_accepted: Any) -> 
 
 
 def _picked(op: Any, x: Any, num_accepted: Any, rows: int) -> Any:
-    """``[B, rows, ...]`` from the row behind the accepted ones on."""
+    """``[B, rows, ...]`` of ``[B, L, ...]`` from the row behind the accepted ones on."""
     batch, length, *rest = (int(d) for d in x.shape)
     one = const(op, np.ones((), np.int32))
     start = op.Sub(op.Max(num_accepted, one), one)
@@ -148,8 +149,9 @@ def _rule_fake(
 def _rule_onnx(
     op: Any, q: Any, k: Any, v: Any, g: Any, beta: Any, states: Any, num_accepted: Any
 ) -> tuple[Any, Any]:
-    rows, (batch, _, *shape) = int(q.shape[1]), (int(d) for d in states.shape)
-    state = op.Reshape(_picked(op, states, num_accepted, 1), [batch, *shape])
+    batch, rows = (int(d) for d in q.shape[:2])
+    flat = [int(d) for d in states.shape]
+    state = _state_behind(op, states, num_accepted, batch, rows)
     state, outputs, kept = op.Transpose(state, perm=[0, 1, 3, 2]), [], []
     for t in range(rows):
         bounds = [const(op, np.array([n], np.int64)) for n in (t, t + 1, 1)]
@@ -157,7 +159,14 @@ def _rule_onnx(
         out, state = GATED_DELTA_RULE.onnx(op, *row, state, None)
         outputs.append(out)
         kept.append(op.Unsqueeze(op.Transpose(state, perm=[0, 1, 3, 2]), [1]))
-    return op.Concat(*outputs, axis=1), op.Concat(*kept, axis=1)
+    return op.Concat(*outputs, axis=1), op.Reshape(op.Concat(*kept, axis=1), flat)
+
+
+def _state_behind(op: Any, states: Any, num_accepted: Any, batch: int, rows: int) -> Any:
+    """``[B, Nv, Dv, Dk]``."""
+    one = const(op, np.ones((), np.int32))
+    first = const(op, np.arange(batch, dtype=np.int32) * rows - 1)
+    return op.Gather(states, op.Add(op.Max(num_accepted, one), first), axis=0)
 
 
 def _rule_decomposed(
@@ -165,9 +174,12 @@ def _rule_decomposed(
 ) -> tuple[Any, Any]:
     import torch
 
-    state = gather_rows(states, num_accepted.clamp(min=1) - 1, 1)
+    batch, rows = q.shape[:2]
+    first = torch.arange(batch, dtype=torch.int32) * rows - 1
+    state = torch.index_select(states, 0, num_accepted.clamp(min=1) + first)
     outputs, kept = steps(q, k, v, g, beta, key_last=True).run(state)
-    return torch.stack(outputs, 1).reshape(v.shape).to(v.dtype), torch.stack(kept, 1)
+    new = torch.stack(kept, 1).reshape(states.shape)
+    return torch.stack(outputs, 1).reshape(v.shape).to(v.dtype), new
 
 
 def _rule_fused(
@@ -178,7 +190,8 @@ def _rule_fused(
     batch, rows = q.shape[:2]
     lengths = torch.full((batch,), rows, dtype=torch.int32)
     out, new = torch.ops.npu.npu_recurrent_gated_delta_rule_functional(
-        *(x.flatten(0, 1) for x in (q, k, v, states)),
+        *(x.flatten(0, 1) for x in (q, k, v)),
+        states,
         beta=beta.flatten(0, 1).to(v.dtype),
         scale=q.shape[3] ** -0.5,
         actual_seq_lengths=lengths,
@@ -186,7 +199,7 @@ def _rule_fused(
         num_accepted_tokens=num_accepted.clamp(min=1),
         g=g.float().flatten(0, 1),
     )
-    return out.reshape(v.shape), new.reshape(states.shape)
+    return out.reshape(v.shape), new
 
 
 SLOT_CONV = Operator(
@@ -197,6 +210,7 @@ SLOT_CONV = Operator(
     onnx=_conv_onnx,
     decomposed=_conv_decomposed,
     ge=_conv_ge,
+    kernels=("FusedCausalConv1d",),
 )
 SLOT_DELTA_RULE = Operator(
     name="slot_delta_rule",
@@ -207,4 +221,5 @@ SLOT_DELTA_RULE = Operator(
     onnx=_rule_onnx,
     decomposed=_rule_decomposed,
     fused=_rule_fused,
+    kernels=("RecurrentGatedDeltaRule",),
 )

@@ -55,4 +55,5 @@ SWIGLU = Operator(
     onnx=_onnx,
     decomposed=_decomposed,
     fused=_fused,
+    kernels=("SwiGlu",),
 )

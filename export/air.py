@@ -6,12 +6,12 @@ ever in memory, and torchair's ``dynamo_export`` converts the rest operator by o
 """
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.export import ExportedProgram
@@ -20,11 +20,14 @@ from qwen_mtp.custom_ops.operator import NAMESPACE, Operator
 from qwen_mtp.custom_ops.torch_library import OPERATORS
 from qwen_mtp.errors import ExportError
 from qwen_mtp.export import converters
+from qwen_mtp.export.air_passes import Interface, finish
+from qwen_mtp.export.blueprint import Blueprint
 from qwen_mtp.export.lowering import CHECKS
 from qwen_mtp.export.torchair import Writer, bring_up
 from qwen_mtp.ge.proto import load_air
+from qwen_mtp.ge.soc import find_soc
+from qwen_mtp.graphs.spec import AscendChoice, GraphSpec
 
-Lowering = Literal["portable", "fused"]
 _NAME = "graph"
 
 
@@ -45,20 +48,24 @@ class Converted:
     writer: Writer
 
 
-def decompose(
-    program: ExportedProgram, lowering: Lowering, kept: Sequence[str]
-) -> ExportedProgram:
+def decompose(program: ExportedProgram, choice: AscendChoice) -> ExportedProgram:
     """Replace the operators of the product by calls of aten and ``torch.ops.npu``.
 
     Args:
         program: A traced graph.
-        lowering: Which forms to take.
-        kept: Operators that stay as they are: their ``ge`` form converts them.
+        choice: Which forms to take: kernels where the lowering asks for them and the chip, or an
+            operator package, has them.
+
+    Returns:
+        A program in which operators of the product only stand where their ``ge`` form converts
+        them.
     """
+    bring_up()  # defines torch.ops.npu
     table = {}
     for operator in OPERATORS:
-        form = _form(operator, lowering)
-        if form is not None and operator.name not in kept:
+        kernel = _has_kernels(operator, choice)
+        form = operator.fused if kernel else operator.decomposed
+        if form is not None:
             table[getattr(getattr(torch.ops, NAMESPACE), operator.name).default] = form
     decomposed: ExportedProgram = program.run_decompositions(table)
     for node in list(decomposed.graph.nodes):
@@ -68,10 +75,12 @@ def decompose(
     return decomposed
 
 
-def _form(operator: Operator, lowering: Lowering) -> Callable[..., Any] | None:
-    if lowering == "fused" and operator.fused is not None:
-        return operator.fused
-    return operator.decomposed
+def _has_kernels(operator: Operator, choice: AscendChoice) -> bool:
+    """Whether an operator runs on its own kernels; those that are named are always used."""
+    needed, named = set(operator.kernels), set(choice.custom_ops)
+    if not needed or needed <= named:
+        return bool(needed)
+    return choice.lowering == "fused" and not (needed - named) & find_soc(choice.soc_version).lacks
 
 
 def convert(program: ExportedProgram) -> Converted:
@@ -101,6 +110,33 @@ def convert(program: ExportedProgram) -> Converted:
         model = load_air(Path(folder) / f"{_NAME}.air")
     names = tuple(name.removeprefix("model.") for name in weights)
     return Converted(model, names, tuple(bool(node.users) for node in inputs), writer)
+
+
+def compose_air(
+    blueprint: Blueprint, choice: AscendChoice, folder: str, progress: Callable[[str], None]
+) -> Iterator[tuple[GraphSpec, Any, Writer]]:
+    """Convert every graph.
+
+    Args:
+        blueprint: What to build.
+        choice: What for.
+        folder: Folder of the weight files, relative to the models.
+        progress: Called with the name of each graph before it is traced.
+
+    Yields:
+        The signature, the finished ``ModelDef`` and what wrote it.
+
+    Raises:
+        ExportError: torchair has no converter for an operator.
+        MissingExtraError: torch_npu is missing or of another release.
+    """
+    places = {tensor.name: tensor for tensor in blueprint.stored}
+    for spec in blueprint.specs:
+        progress(spec.name)
+        converted = convert(decompose(blueprint.trace(spec), choice))
+        weights = [places[name] for name in converted.weights]
+        interface = Interface(spec, weights, converted.used, folder)
+        yield spec, finish(converted.model, interface), converted.writer
 
 
 def _check_converted(program: ExportedProgram) -> None:

@@ -8,98 +8,106 @@ inputs and outputs of its graph only (docs/adr/0003).
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 from onnxscript import GraphBuilder
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from qwen_mtp.config import ModelConfig
-from qwen_mtp.custom_ops.linear import FLAT
 from qwen_mtp.custom_ops.operator import MICROSOFT, NAMESPACE, const
-from qwen_mtp.export.lowering import input_values, lower, trace
-from qwen_mtp.graphs.layers import weight_groups
+from qwen_mtp.export.blueprint import Blueprint
+from qwen_mtp.export.form import Form
+from qwen_mtp.export.lowering import input_values, lower
+from qwen_mtp.export.plan import Plan
 from qwen_mtp.graphs.manifest import SELECTOR
-from qwen_mtp.graphs.model import Graph, Model
-from qwen_mtp.graphs.signature import graph_specs
-from qwen_mtp.graphs.spec import Geometry, GraphSpec
-from qwen_mtp.graphs.weights import PAGE, StoredTensor, WeightGroup
+from qwen_mtp.graphs.spec import GraphSpec
+from qwen_mtp.graphs.weights import StoredTensor
+from qwen_mtp.progress import Progress
 
 OPSET = 24
 IR_VERSION = 11
+MODEL_FILE = "model.onnx"
 WEIGHTS_FILE = "weights.bin"
 _ONNX = {"float32": ir.DataType.FLOAT, "int32": ir.DataType.INT32}
 _STORED = {"float32": ir.DataType.FLOAT, "int8": ir.DataType.INT8, "uint8": ir.DataType.UINT8}
 
 
-class Composer:
-    """Builds the model of a package from its configuration alone; weights stay in their file."""
+def write_onnx(plan: Plan, directory: Path, progress: Progress) -> Form:
+    """Write ``model.onnx``; the weights are the caller's.
 
-    def __init__(self, config: ModelConfig, geometry: Geometry) -> None:
-        """Build the fake modules and lay the weight file out."""
-        self._mode = FakeTensorMode()
-        with self._mode:
-            self._model = Model(config, geometry)
-        self.specs: tuple[GraphSpec, ...] = graph_specs(config, geometry)
-        self.groups: tuple[WeightGroup, ...] = tuple(weight_groups(self._model))
-        self.stored: tuple[StoredTensor, ...] = _layout(self._model)
+    Raises:
+        ExportError: A module uses a torch operator without an ONNX form.
+        OSError: The file cannot be written.
+    """
+    model = compose(plan.blueprint, lambda name: progress.phase(f"graph {name}"))
+    progress.phase(MODEL_FILE)
+    ir.save(model, directory / MODEL_FILE)
+    tools = {name: version(name) for name in ("onnx-ir", "onnxscript")}
+    return Form("onnxruntime", MODEL_FILE, WEIGHTS_FILE, tools)
 
-    def compose(self, progress: Callable[[str], None]) -> ir.Model:
-        """Trace and lower every graph.
 
-        Args:
-            progress: Called with the name of each graph before it is traced.
+def compose(blueprint: Blueprint, progress: Callable[[str], None]) -> ir.Model:
+    """Trace and lower every graph; weights stay in their file.
 
-        Raises:
-            ExportError: A module uses a torch operator without an ONNX form.
-        """
-        imports = {"": OPSET, MICROSOFT: 1, NAMESPACE: 1}
-        root = ir.Graph([], [], nodes=[], name=NAMESPACE, opset_imports=imports)
-        builder = GraphBuilder(root)
-        weights = {t.name: builder.initializer(_external(t), qualify=False) for t in self.stored}
-        selector = builder.input(SELECTOR, dtype=ir.DataType.INT32, shape=[])
-        for index, spec in enumerate(self.specs):
-            progress(spec.name)
-            self._add(builder, selector, index, spec, weights)
-        functions = list(builder.functions.values())
-        for node in (
-            *ir.traversal.RecursiveGraphIterator(root),
-            *(n for f in functions for n in f),
-        ):
-            node.metadata_props.clear()  # scope notes of the builder: megabytes in every session
-        return ir.Model(
-            root,
-            ir_version=IR_VERSION,
-            functions=functions,
-            producer_name="qwen-mtp",
-            producer_version=version("qwen-mtp"),
-        )
+    Args:
+        blueprint: What to build.
+        progress: Called with the name of each graph before it is traced.
 
-    def _add(
-        self,
-        builder: GraphBuilder,
-        selector: ir.Value,
-        index: int,
-        spec: GraphSpec,
-        weights: Mapping[str, ir.Value],
-    ) -> None:
-        with self._mode:
-            program = trace(Graph(self._model, spec))
-        inputs = input_values(spec)
-        builder.graph.inputs.extend(inputs)
-        builder.push_module(spec.name)
-        chosen = builder.op.Equal(selector, const(builder.op, np.array(index, np.int32)))
-        outputs = builder.op.If(
-            chosen,
-            then_branch=_branch(builder, spec, lambda op: lower(program, op, inputs, weights)),
-            else_branch=_branch(builder, spec, lambda op: _nothing(op, spec)),
-            _outputs=len(spec.outputs),
-        )
-        builder.pop_module()
-        for value, tensor in zip(outputs, spec.outputs, strict=True):
-            value.type = ir.TensorType(_ONNX[tensor.dtype])
-            builder.add_output(value, f"{spec.name}/{tensor.name}")
+    Raises:
+        ExportError: A module uses a torch operator without an ONNX form.
+    """
+    imports = {"": OPSET, MICROSOFT: 1, NAMESPACE: 1}
+    root = ir.Graph([], [], nodes=[], name=NAMESPACE, opset_imports=imports)
+    builder = GraphBuilder(root)
+    stored = {t.name: builder.initializer(external(t), qualify=False) for t in blueprint.stored}
+    selector = builder.input(SELECTOR, dtype=ir.DataType.INT32, shape=[])
+    for index, spec in enumerate(blueprint.specs):
+        progress(spec.name)
+        _add(builder, selector, index, blueprint, stored)
+    return finished(root, builder)
+
+
+def finished(root: ir.Graph, builder: GraphBuilder) -> ir.Model:
+    """The model of a graph that is complete."""
+    functions = list(builder.functions.values())
+    for node in (
+        *ir.traversal.RecursiveGraphIterator(root),
+        *(n for f in functions for n in f),
+    ):
+        node.metadata_props.clear()  # scope notes of the builder: megabytes in every session
+    return ir.Model(
+        root,
+        ir_version=IR_VERSION,
+        functions=functions,
+        producer_name="qwen-mtp",
+        producer_version=version("qwen-mtp"),
+    )
+
+
+def _add(
+    builder: GraphBuilder,
+    selector: ir.Value,
+    index: int,
+    blueprint: Blueprint,
+    weights: Mapping[str, ir.Value],
+) -> None:
+    spec = blueprint.specs[index]
+    program = blueprint.trace(spec)
+    inputs = input_values(spec)
+    builder.graph.inputs.extend(inputs)
+    builder.push_module(spec.name)
+    chosen = builder.op.Equal(selector, const(builder.op, np.array(index, np.int32)))
+    outputs = builder.op.If(
+        chosen,
+        then_branch=_branch(builder, spec, lambda op: lower(program, op, inputs, weights)),
+        else_branch=_branch(builder, spec, lambda op: _nothing(op, spec)),
+        _outputs=len(spec.outputs),
+    )
+    builder.pop_module()
+    for value, tensor in zip(outputs, spec.outputs, strict=True):
+        value.type = ir.TensorType(_ONNX[tensor.dtype])
+        builder.add_output(value, f"{spec.name}/{tensor.name}")
 
 
 def _branch(
@@ -120,24 +128,8 @@ def _nothing(op: Any, spec: GraphSpec) -> list[ir.Value]:
     return [next(empty[tensor.dtype]) for tensor in spec.outputs]
 
 
-def _layout(model: Model) -> tuple[StoredTensor, ...]:
-    stored, offset = [], 0
-    for name, param in model.named_parameters():
-        dtype = str(param.dtype).removeprefix("torch.")
-        tensor = StoredTensor(name, dtype, tuple(param.shape), offset)  # type: ignore[arg-type]
-        stored.append(tensor)
-        offset += -(-tensor.nbytes // PAGE) * PAGE
-    places = {tensor.name: tensor for tensor in stored}
-    for group in weight_groups(model):
-        if group.recipe == "table" and group.format == "int4":
-            packed = places[group.params[0]]
-            flat = (packed.shape[0], packed.nbytes // packed.shape[0])
-            name = f"{packed.name}.{FLAT}"
-            stored.append(StoredTensor(name, packed.dtype, flat, packed.offset))
-    return tuple(stored)
-
-
-def _external(tensor: StoredTensor) -> ir.ExternalTensor:
+def external(tensor: StoredTensor) -> ir.ExternalTensor:
+    """The initializer of a stored tensor."""
     return ir.ExternalTensor(
         WEIGHTS_FILE,
         tensor.offset,

@@ -12,10 +12,11 @@ from qwen_mtp.custom_ops.operator import NAMESPACE
 from qwen_mtp.custom_ops.torch_library import OPERATORS
 from qwen_mtp.errors import ExportError
 from qwen_mtp.export.aten import FORMS, ONNX_TYPES
+from qwen_mtp.graphs.layers import DTYPES
 from qwen_mtp.graphs.model import Graph
-from qwen_mtp.graphs.spec import GraphSpec
+from qwen_mtp.graphs.spec import DType, GraphSpec
 
-TORCH_TYPES = {"float32": torch.float32, "int32": torch.int32}
+TORCH_TYPES: dict[DType, torch.dtype] = {**DTYPES, "int32": torch.int32}
 _INPUT_TYPES = {"float32": ir.DataType.FLOAT, "int32": ir.DataType.INT32}
 _PLACEMENT = {"device", "layout", "pin_memory", "requires_grad"}
 CHECKS = {torch.ops.aten._assert_tensor_metadata.default}  # hold by construction

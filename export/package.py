@@ -6,18 +6,17 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import mkdtemp
 
-import onnx_ir as ir
-
-from qwen_mtp.config import GenerationDefaults, ModelConfig
+from qwen_mtp.config import GenerationDefaults
 from qwen_mtp.errors import CheckpointError, ExportError
-from qwen_mtp.export.checkpoint import Checkpoint
-from qwen_mtp.export.compose import WEIGHTS_FILE, Composer
-from qwen_mtp.export.weights import check_sources, write_weights
+from qwen_mtp.export.air_package import write_air
+from qwen_mtp.export.compose import write_onnx
+from qwen_mtp.export.form import Form
+from qwen_mtp.export.plan import Plan
+from qwen_mtp.export.weights import write_weights
 from qwen_mtp.graphs.manifest import (
     FORMAT_VERSION,
     MANIFEST,
@@ -25,11 +24,9 @@ from qwen_mtp.graphs.manifest import (
     PackageManifest,
     Source,
 )
-from qwen_mtp.graphs.spec import Geometry, state_specs
-from qwen_mtp.graphs.weights import file_bytes
+from qwen_mtp.graphs.spec import state_specs
 from qwen_mtp.progress import Progress
 
-MODEL_FILE = "model.onnx"
 COPIED = (
     "config.json",
     "generation_config.json",
@@ -38,75 +35,8 @@ COPIED = (
     "chat_template.jinja",
     "LICENSE",
 )
-TOOLS = ("qwen-mtp", "torch", "onnx-ir", "onnxscript", "safetensors", "numpy")
+TOOLS = ("qwen-mtp", "torch", "safetensors", "numpy")
 RESERVE = 64 << 20  # bytes of graphs, tokenizer and slack beside the weights
-INTERPRETER = 500 << 20  # what torch and a traced model take, measured
-LOADING = 2.3  # peak of a loading session over the bytes of its weights, measured
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What an export will read, build and write.
-
-    Attributes:
-        checkpoint: The source.
-        geometry: The static choices.
-        composer: The fake modules, the layout of the weight file and the signatures.
-        used: Canonical names of the tensors that are read.
-        unused: Tensors that stay behind, by canonical name.
-    """
-
-    checkpoint: Checkpoint
-    geometry: Geometry
-    composer: Composer
-    used: tuple[str, ...]
-    unused: tuple[str, ...]
-
-    @property
-    def config(self) -> ModelConfig:
-        """Sizes of the model."""
-        return self.checkpoint.config
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weight file without padding."""
-        return file_bytes(self.composer.stored)
-
-    @property
-    def peak_bytes(self) -> int:
-        """Estimated peak memory of an export that ends with its check.
-
-        Writing takes about one tensor; the peak is the check, when a session is loading and the
-        pages of the file are in memory beside the packed copies.
-        """
-        return INTERPRETER + int(LOADING * self.weight_bytes)
-
-
-def plan_export(directory: Path, geometry: Geometry) -> Plan:
-    """Read the checkpoint's headers and work everything out without touching a weight.
-
-    Raises:
-        CheckpointError: The checkpoint cannot be exported.
-        ExportError: The choices do not fit the model.
-    """
-    checkpoint = Checkpoint.open(directory)
-    config = checkpoint.config
-    if geometry.max_model_len > config.max_position_embeddings:
-        raise ExportError(
-            f"max_model_len is {geometry.max_model_len}, the model was made for "
-            f"{config.max_position_embeddings} positions; lower it"
-        )
-    if geometry.lookaheads and not config.num_mtp_layers:
-        raise CheckpointError(
-            f"{directory}/config.json: mtp_num_hidden_layers is 0, there is no MTP head; "
-            "export the target alone with --no-mtp"
-        )
-    composer = Composer(config, geometry)
-    used = tuple(source.key for group in composer.groups for source in group.sources)
-    spare = () if geometry.lookaheads else ("mtp.",)
-    unused = checkpoint.check_coverage(used, allow_unused=spare)
-    check_sources(checkpoint, composer.groups)
-    return Plan(checkpoint, geometry, composer, used, unused)
 
 
 def write_package(plan: Plan, directory: Path, progress: Progress) -> PackageManifest:
@@ -114,17 +44,18 @@ def write_package(plan: Plan, directory: Path, progress: Progress) -> PackageMan
 
     Raises:
         CheckpointError: A tensor or file cannot be read or is damaged.
-        ExportError: The disk has too little space.
+        ExportError: The disk has too little space, or a graph cannot be converted.
+        MissingExtraError: GE models are asked for without torch_npu.
         OSError: The disk cannot be written; :func:`staged` names the remedy.
     """
     _check_space(plan, directory)
-    _write_model(plan, directory / MODEL_FILE, progress)
+    form = (write_air if plan.ascend else write_onnx)(plan, directory, progress)
     progress.phase("weights", plan.weight_bytes, "B")
     write_weights(
-        directory / WEIGHTS_FILE,
+        lambda tensor: directory / form.weights_file.replace("{tensor}", tensor.name),
         plan.checkpoint,
-        plan.composer.groups,
-        plan.composer.stored,
+        plan.blueprint.groups,
+        plan.blueprint.stored,
         progress.advance,
     )
     for name in COPIED:
@@ -132,7 +63,7 @@ def write_package(plan: Plan, directory: Path, progress: Progress) -> PackageMan
             data = _source_bytes(plan.checkpoint.directory / name)
             (directory / name).write_bytes(data)
     progress.phase("checksums")
-    manifest = _describe(plan, directory)
+    manifest = _describe(plan, form, directory)
     manifest.save(directory)
     return manifest
 
@@ -256,32 +187,28 @@ def _source_bytes(path: Path) -> bytes:
         raise CheckpointError(f"{path}: {error.strerror}; make the file readable") from error
 
 
-def _write_model(plan: Plan, path: Path, progress: Progress) -> None:
-    model = plan.composer.compose(lambda name: progress.phase(f"graph {name}"))
-    progress.phase("model.onnx")
-    ir.save(model, path)
-
-
-def _describe(plan: Plan, directory: Path) -> PackageManifest:
-    names = sorted(path.name for path in directory.iterdir())
+def _describe(plan: Plan, form: Form, directory: Path) -> PackageManifest:
+    files = (path for path in directory.rglob("*") if path.is_file())
+    names = sorted(path.relative_to(directory).as_posix() for path in files)
     return PackageManifest(
         format_version=FORMAT_VERSION,
-        backend="onnxruntime",
-        model_file=MODEL_FILE,
-        weights_file=WEIGHTS_FILE,
+        backend=form.backend,
+        model_file=form.model_file,
+        weights_file=form.weights_file,
         config=plan.config,
         generation=GenerationDefaults.from_checkpoint(plan.checkpoint.directory),
         geometry=plan.geometry,
-        graphs=plan.composer.specs,
+        graphs=plan.blueprint.specs,
         states=state_specs(plan.config, plan.geometry),
-        weights=plan.composer.stored,
+        weights=plan.blueprint.stored,
         files=tuple(file_entry(directory, name) for name in names),
         source=Source(
             fingerprint=plan.checkpoint.fingerprint(),
             ignored=plan.checkpoint.ignored,
             unused=plan.unused,
         ),
-        tools={name: version(name) for name in TOOLS},
+        tools={name: version(name) for name in TOOLS} | form.tools,
+        ascend=form.ascend,
     )
 
 

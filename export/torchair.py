@@ -32,6 +32,8 @@ from qwen_mtp.ge.wheel import Wheel, find_wheel
 
 Writer = Literal["cann", "stand-in"]
 _CORE = "torchair.core._torchair"
+# Imported by torchair at the first call: attention whose lengths are tensors, not numbers.
+_TENSOR_LENGTHS = "torchair.ops._npu_fused_infer_attention_score_v2"
 _SCHEMA = re.compile(rb"(?<=\x00)(_?[a-z]\w*(?:\.\w+)?\([ -~]*?\) ?-> ?[ -~]+?)\x00")
 _DTYPES = (
     "BOOL UINT8 UINT16 UINT32 UINT64 INT8 INT16 INT32 INT64 BF16 FLOAT16 FLOAT32 FLOAT64 "
@@ -45,6 +47,8 @@ _ATTRIBUTES = {
     "Int": "VT_INT", "Float": "VT_FLOAT", "Bool": "VT_BOOL", "String": "VT_STRING",
     "ListInt": "VT_LIST_INT",
 }  # fmt: skip
+# Converters ask for the chip to tell the 950 family, with other kernels, from all we target.
+SOC = "Ascend910B1"
 _kept: list[Any] = []  # a torch.library.Library unregisters its operators when it is dropped
 
 
@@ -66,6 +70,7 @@ def bring_up() -> tuple[Any, Writer]:
     try:
         with _quiet():
             torchair = importlib.import_module("torchair")
+            importlib.import_module(_TENSOR_LENGTHS)
     except ModuleNotFoundError as missing:
         raise MissingExtraError(
             f"torch_npu needs {missing.name}: pip install 'qwen-mtp[npu]'"
@@ -149,7 +154,7 @@ def _core(prototypes: Prototypes) -> dict[str, Any]:
         "check_cann_compat": lambda name, inputs, attributes: _refusal(
             prototypes(name), name, inputs, attributes
         ),
-        "GetSocName": lambda: "Ascend910B1",
+        "GetSocName": lambda: SOC,
         "CheckAclnnAvaliable": lambda *_: True,
         "StupidRepeat": lambda word, times: word * times,
         "as_torch_tensors": refuse,
@@ -192,6 +197,7 @@ def _torch_npu() -> None:
         matmul=switch,
         conv=switch,
         current_device=lambda: 0,
+        get_device_name=lambda *_: SOC,
         is_available=lambda: False,
     )
     codes = type("ErrCode", (), {"__getattr__": lambda self, name: 0})()

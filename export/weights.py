@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qwen_mtp.custom_ops.linear import BLOCK, quantize_int4, quantize_int8
+from qwen_mtp.custom_ops.linear_npu import pack_int4_npu
 from qwen_mtp.errors import CheckpointError
 from qwen_mtp.export.checkpoint import Checkpoint
 from qwen_mtp.graphs.weights import Source, StoredTensor, WeightGroup
@@ -28,7 +29,7 @@ def check_sources(checkpoint: Checkpoint, groups: Sequence[WeightGroup]) -> None
     for group in groups:
         for source in group.sources:
             checkpoint.require(source.key, source.shape)
-            if group.format == "int4" and source.shape[-1] % BLOCK:
+            if group.format in ("int4", "int4_npu") and source.shape[-1] % BLOCK:
                 raise CheckpointError(
                     f"{checkpoint.directory}: {source.key} has {source.shape[-1]} columns, int4 "
                     f"needs a multiple of {BLOCK}; use --format int8"
@@ -36,46 +37,58 @@ def check_sources(checkpoint: Checkpoint, groups: Sequence[WeightGroup]) -> None
 
 
 def write_weights(
-    path: Path,
+    place: Callable[[StoredTensor], Path],
     checkpoint: Checkpoint,
     groups: Sequence[WeightGroup],
     stored: Sequence[StoredTensor],
     progress: Progress,
 ) -> None:
-    """Write every stored tensor at its offset.
+    """Write every stored tensor at its offset in its file, raw and little-endian.
 
     Args:
-        path: The file to create.
+        place: The file of a tensor; it is created.
         checkpoint: Where the sources are read.
         groups: Which sources make which stored tensors.
-        stored: Their places in the file.
+        stored: Their places.
         progress: Called with the bytes of each group once it is written.
 
     Raises:
-        CheckpointError: A source is missing, has the wrong shape or holds a NaN or infinity.
-        OSError: The file cannot be written; the caller names the remedy.
+        CheckpointError: A source is missing, has the wrong shape, holds a NaN or infinity, or a
+            value that its format cannot hold.
+        OSError: A file cannot be written; the caller names the remedy.
     """
     places = {tensor.name: tensor for tensor in stored}
-    with open(path, "wb") as file:
-        file.truncate(max(t.offset + t.nbytes for t in stored))
-        for group in groups:
-            targets = [places[name] for name in group.params]
-            for tensor, offset, data in _encode(checkpoint, group, targets):
+    sizes: dict[Path, int] = {}
+    for tensor in stored:
+        path = place(tensor)
+        sizes[path] = max(sizes.get(path, 0), tensor.offset + tensor.nbytes)
+    for path, size in sizes.items():
+        with open(path, "wb") as file:
+            file.truncate(size)
+    for group in groups:
+        targets = [places[name] for name in group.params]
+        for tensor, offset, data in _encode(checkpoint, group, targets):
+            with open(place(tensor), "r+b") as file:
                 _put(file.fileno(), data, tensor.offset + offset)
-            progress(sum(t.nbytes for t in targets))
+        progress(sum(t.nbytes for t in targets))
 
 
 def load_weights(
     checkpoint: Checkpoint, groups: Sequence[WeightGroup], stored: Sequence[StoredTensor]
 ) -> Mapping[str, NDArray[Any]]:
-    """All stored tensors in memory, by name; for small models in checks and tests."""
+    """All stored tensors in memory, by name; for small models in checks and tests.
+
+    A bfloat16 tensor comes as its bits, uint16.
+    """
     places = {tensor.name: tensor for tensor in stored}
     held = {name: bytearray(places[name].nbytes) for group in groups for name in group.params}
     for group in groups:
         for tensor, offset, data in _encode(checkpoint, group, [places[n] for n in group.params]):
             held[tensor.name][offset : offset + data.nbytes] = data.tobytes()
     return {
-        name: np.frombuffer(data, dtype=places[name].dtype).reshape(places[name].shape)
+        name: np.frombuffer(data, dtype=_HOST.get(places[name].dtype, places[name].dtype)).reshape(
+            places[name].shape
+        )
         for name, data in held.items()
     }
 
@@ -85,8 +98,27 @@ def _int8_rows(data: Floats) -> tuple[NDArray[Any], ...]:
     return values.T, scales
 
 
+def bfloat16_bits(data: Floats) -> NDArray[np.uint16]:
+    """Round finite float32 to bfloat16, ties to even; NumPy has no such type."""
+    bits = data.view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def _narrow(data: Floats, dtype: str, name: str) -> NDArray[Any]:
+    """``data`` in the type of a stored tensor that is not quantised."""
+    if dtype == "bfloat16":
+        return bfloat16_bits(np.ascontiguousarray(data))
+    with np.errstate(over="ignore"):
+        narrow = data.astype(dtype)
+    if not np.isfinite(narrow).all():
+        raise CheckpointError(
+            f"{name} holds {np.abs(data).max():.3g}, more than {dtype} can; export it as bf16 or fp32"
+        )
+    return narrow
+
+
+_HOST = {"bfloat16": "uint16"}
 _QUANTIZERS: Mapping[str, Callable[[Floats], tuple[NDArray[Any], ...]]] = {
-    "fp32": lambda data: (data,),
     "int8": _int8_rows,
     "int4": quantize_int4,
 }
@@ -106,7 +138,7 @@ def _encode(
         data = data + np.float32(1)
     elif group.recipe == "minus_exp":
         data = -np.exp(data)
-    yield targets[0], 0, data
+    yield targets[0], 0, _narrow(data, targets[0].dtype, source.key)
 
 
 def _matrix(
@@ -115,9 +147,17 @@ def _matrix(
     if group.format == "int8" and group.recipe == "matrix":
         yield from _matrix_int8(checkpoint, group, targets)
         return
+    if group.format == "int4_npu":
+        yield from _matrix_int4_npu(checkpoint, group, targets)
+        return
+    quantise = _QUANTIZERS.get(group.format)
     row = 0
     for data in _chunks(checkpoint, group):
-        parts = _QUANTIZERS[group.format](data)
+        if quantise is None:
+            parts: tuple[NDArray[Any], ...]
+            parts = (_narrow(data, targets[0].dtype, group.sources[0].key),)
+        else:
+            parts = quantise(data)
         for tensor, part in zip(targets, parts, strict=True):
             yield tensor, row * part[0].nbytes, part
         row += len(data)
@@ -136,6 +176,17 @@ def _matrix_int8(
         row += len(data)
     yield targets[0], 0, values
     yield targets[1], 0, scales
+
+
+def _matrix_int4_npu(
+    checkpoint: Checkpoint, group: WeightGroup, targets: Sequence[StoredTensor]
+) -> Iterator[Piece]:
+    """The kernel reads along the outputs: one tensor is held whole, in 4 bits."""
+    halves = [quantize_int4(data) for data in _chunks(checkpoint, group)]
+    packed, scale = (np.concatenate(part) for part in zip(*halves, strict=True))
+    values, scales = pack_int4_npu(packed, scale)
+    yield targets[0], 0, values
+    yield targets[1], 0, np.asarray(scales, np.float32)
 
 
 def _chunks(checkpoint: Checkpoint, group: WeightGroup) -> Iterator[Floats]:

@@ -9,7 +9,7 @@ from qwen_mtp.config import ModelConfig
 from qwen_mtp.custom_ops.torch_library import ops
 from qwen_mtp.graphs.io import GraphIO
 from qwen_mtp.graphs.layers import Linear, RMSNorm
-from qwen_mtp.graphs.spec import WeightFormat
+from qwen_mtp.graphs.spec import Geometry
 
 Tensor = torch.Tensor
 
@@ -54,22 +54,21 @@ class Projected:
 class Attention(nn.Module):
     """One attention layer; its pools are the states ``{name}.key`` and ``{name}.value``."""
 
-    def __init__(
-        self, config: ModelConfig, prefix: str, name: str, block_size: int, format: WeightFormat
-    ) -> None:
+    def __init__(self, config: ModelConfig, geometry: Geometry, prefix: str, name: str) -> None:
         """Queries (with their gates), keys and values are one matrix."""
         super().__init__()
+        format, dtype, eps = geometry.matrix_format, geometry.vector_dtype, config.rms_norm_eps
         dim, heads, kv_heads = config.head_dim, config.num_heads, config.num_kv_heads
         parts = [
             (f"{prefix}.q_proj.weight", 2 * heads * dim),
             (f"{prefix}.k_proj.weight", kv_heads * dim),
             (f"{prefix}.v_proj.weight", kv_heads * dim),
         ]
-        self.name, self.block_size = name, block_size
+        self.name, self.block_size = name, geometry.block_size
         self.heads, self.kv_heads, self.dim = heads, kv_heads, dim
         self.qkv = Linear(parts, config.hidden_size, format)
-        self.q_norm = RMSNorm(f"{prefix}.q_norm.weight", dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(f"{prefix}.k_norm.weight", dim, config.rms_norm_eps)
+        self.q_norm = RMSNorm(f"{prefix}.q_norm.weight", dim, eps, dtype)
+        self.k_norm = RMSNorm(f"{prefix}.k_norm.weight", dim, eps, dtype)
         out = [(f"{prefix}.o_proj.weight", config.hidden_size)]
         self.out = Linear(out, heads * dim, format)
 

@@ -36,7 +36,7 @@ class DeltaNet(nn.Module):
     def __init__(self, config: ModelConfig, geometry: Geometry, prefix: str, name: str) -> None:
         """Qkv and z are one matrix; b and a are one small matrix, never quantised."""
         super().__init__()
-        format = geometry.format
+        format, dtype = geometry.matrix_format, geometry.vector_dtype
         self.slots = geometry.layout == "slots"
         heads, width = config.linear_num_value_heads, config.hidden_size
         self.config, self.name = config, name
@@ -49,12 +49,12 @@ class DeltaNet(nn.Module):
         self.qkvz = Linear(parts, width, format)
         gates = [(f"{prefix}.in_proj_b.weight", heads), (f"{prefix}.in_proj_a.weight", heads)]
         self.ba = Linear(gates, width, geometry.full_format)
-        self.conv = Vector(f"{prefix}.conv1d.weight", (self.channels, 1, config.conv_kernel))
+        taps = (self.channels, 1, config.conv_kernel)
+        self.conv = Vector(f"{prefix}.conv1d.weight", taps, dtype=dtype)
         self.decay = Vector(f"{prefix}.A_log", (heads,), "minus_exp")
         self.dt_bias = Vector(f"{prefix}.dt_bias", (heads,))
-        self.norm = RMSNorm(
-            f"{prefix}.norm.weight", config.linear_value_head_dim, config.rms_norm_eps, "plain"
-        )
+        size, eps = config.linear_value_head_dim, config.rms_norm_eps
+        self.norm = RMSNorm(f"{prefix}.norm.weight", size, eps, dtype, "plain")
         self.out = Linear([(f"{prefix}.out_proj.weight", width)], self.value_size, format)
 
     def _gate(self, mixed: Tensor, ba: Tensor) -> Gated:
@@ -64,7 +64,7 @@ class DeltaNet(nn.Module):
         keys, dim, heads = c.linear_num_key_heads, c.linear_key_head_dim, c.linear_num_value_heads
         qk, v = torch.split(mixed, [2 * keys * dim, self.value_size], dim=2)
         # x / sqrt(sum x^2 + eps) written as an RMS norm, which is one kernel
-        unit = torch.full((dim,), dim**-0.5)
+        unit = torch.full((dim,), dim**-0.5, dtype=self.norm.weight.dtype)
         qk = ops.rms_norm(qk.reshape(batch, rows, 2 * keys, dim), unit, L2_EPS / dim)
         q, k = torch.split(qk, [keys, keys], dim=2)
         v = v.reshape(batch, rows, heads, c.linear_value_head_dim)
@@ -102,7 +102,7 @@ class DeltaNet(nn.Module):
         """Window ``[1, W - 1, C]`` and state ``[1, Nv, Dk, Dv]`` that a chunk starts from."""
         window, state = io[f"{self.name}.conv"], io[f"{self.name}.ssm"]
         if self.slots:
-            return window[:, : self.config.conv_kernel - 1], state[:, 0].transpose(-1, -2)
+            return window[:, : self.config.conv_kernel - 1], state[:1].transpose(-1, -2)
         return window, state
 
     def _keep(self, io: GraphIO, window: Tensor, state: Tensor) -> None:
@@ -111,8 +111,8 @@ class DeltaNet(nn.Module):
         if self.slots:
             columns = torch.arange(window.shape[1], dtype=torch.int32)
             window = ops.scatter_rows(io[conv], columns, window[0])
-            first = torch.zeros(1, dtype=torch.int32)
-            state = ops.scatter_rows(io[ssm], first, state.transpose(-1, -2))
+            heads = torch.arange(state.shape[1], dtype=torch.int32)
+            state = ops.scatter_rows(io[ssm], heads, state[0].transpose(-1, -2))
         io.advance(conv, window)
         io.advance(ssm, state)
 

@@ -11,12 +11,13 @@ from torch import nn
 
 from qwen_mtp.config import ModelConfig
 from qwen_mtp.custom_ops.linear import BLOCK
+from qwen_mtp.custom_ops.linear_npu import PACKED
 from qwen_mtp.custom_ops.torch_library import ops
-from qwen_mtp.graphs.spec import Activation, WeightFormat
+from qwen_mtp.graphs.spec import Activation, DType, Geometry, WeightFormat
 from qwen_mtp.graphs.weights import Recipe, Source, WeightGroup
 
 Tensor = torch.Tensor
-DTYPES: dict[Activation, torch.dtype] = {
+DTYPES: dict[DType, torch.dtype] = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
@@ -59,22 +60,30 @@ def weight_groups(module: nn.Module) -> Iterator[WeightGroup]:
 
 
 class Vector(Stored):
-    """A small fp32 tensor that an operator takes as it is."""
+    """A small tensor that is never quantised."""
 
     weight: Tensor
 
-    def __init__(self, key: str, shape: tuple[int, ...], recipe: Recipe = "plain") -> None:
+    def __init__(
+        self,
+        key: str,
+        shape: tuple[int, ...],
+        recipe: Recipe = "plain",
+        dtype: Activation = "float32",
+    ) -> None:
         """Take ``key`` through ``recipe``."""
         super().__init__(recipe, "fp32", [Source(key, shape)])
-        self.store("weight", shape, torch.float32)
+        self.store("weight", shape, DTYPES[dtype])
 
 
 class RMSNorm(Vector):
     """RMS norm whose checkpoint weight is an offset from one, as published."""
 
-    def __init__(self, key: str, size: int, eps: float, recipe: Recipe = "one_plus") -> None:
+    def __init__(
+        self, key: str, size: int, eps: float, dtype: Activation, recipe: Recipe = "one_plus"
+    ) -> None:
         """Norm over the last ``size`` dimensions."""
-        super().__init__(key, (size,), recipe)
+        super().__init__(key, (size,), recipe, dtype)
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -96,6 +105,9 @@ class Linear(Stored):
         if format == "int8":
             self.store("weight", self.int8_shape(in_features, out), torch.int8)
             self.store("scale", (out,), torch.float32)
+        elif format == "int4_npu":
+            self.store("weight", (in_features, out // PACKED), torch.int32)
+            self.store("scale", (blocks, out), torch.float32)
         elif format == "int4":
             self.store("weight", (out, blocks, BLOCK // 2), torch.uint8)
             self.store("scale", (out, blocks), torch.float32)
@@ -108,7 +120,8 @@ class Linear(Stored):
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply by the transposed weight."""
-        forms = {"int8": ops.linear_int8, "int4": ops.linear_int4}
+        quantised = ops.linear_int4
+        forms = {"int8": ops.linear_int8, "int4": quantised, "int4_npu": quantised}
         form = forms.get(self.group.format, ops.linear)
         return form(x, *self.parameters())  # type: ignore[no-any-return]
 
@@ -138,20 +151,27 @@ class Table(Linear):
 class Vocabulary(nn.Module):
     """Embedding and output head; one stored tensor serves both when they are tied."""
 
-    def __init__(self, config: ModelConfig, format: WeightFormat, dtype: Activation) -> None:
-        """Store the head, and the embedding beside it when it is a tensor of its own."""
+    def __init__(self, config: ModelConfig, geometry: Geometry) -> None:
+        """Store the head, and the embedding beside it when it is a tensor of its own.
+
+        NPU kernels take a matrix this wide by its rows only.
+        """
         super().__init__()
-        self.dtype = DTYPES[dtype]
+        format, by_rows = geometry.table_format, geometry.layout != "lazy"
+        self.dtype = DTYPES[geometry.dtype]
         size, width = config.vocab_size, config.hidden_size
         self.tied = config.tie_word_embeddings
         key = "embed_tokens.weight" if self.tied else "lm_head.weight"
-        self.head = (Table if self.tied else Linear)([(key, size)], width, format)
+        self.head: Linear = (Table if self.tied or by_rows else Linear)(
+            [(key, size)], width, format
+        )
         if not self.tied:
             self.table = Table([("embed_tokens.weight", size)], width, format)
 
     def embed(self, ids: Tensor) -> Tensor:
         """``[M]`` int32 to ``[M, H]``; an absent id (-1) reads row 0."""
-        table = self.head if isinstance(self.head, Table) else self.table
+        table = self.head if self.tied else self.table
+        assert isinstance(table, Table)
         return cast(table.rows(ids), self.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -167,11 +187,9 @@ class MLP(nn.Module):
         super().__init__()
         width, inner = config.hidden_size, config.intermediate_size
         parts = [(f"{prefix}.gate_proj.weight", inner), (f"{prefix}.up_proj.weight", inner)]
-        self.inner = inner
         self.gate_up = Linear(parts, width, format)
         self.down = Linear([(f"{prefix}.down_proj.weight", width)], inner, format)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[M, H]`` to ``[M, H]``."""
-        gate, up = torch.split(self.gate_up(x), [self.inner, self.inner], dim=1)
-        return self.down(torch.nn.functional.silu(gate) * up)  # type: ignore[no-any-return]
+        return self.down(ops.swiglu(self.gate_up(x)))  # type: ignore[no-any-return]

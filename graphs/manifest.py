@@ -2,12 +2,13 @@
 
 from os import PathLike
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from qwen_mtp.config import GenerationDefaults, ModelConfig
 from qwen_mtp.errors import PackageError
-from qwen_mtp.graphs.spec import Geometry, GraphSpec, StateSpec
+from qwen_mtp.graphs.spec import AscendChoice, Geometry, GraphSpec, StateSpec
 from qwen_mtp.graphs.weights import StoredTensor
 
 FORMAT_VERSION = 1
@@ -49,14 +50,28 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     machine: str
 
 
+class AscendTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the GE models of a package were made.
+
+    Attributes:
+        choice: What they were made for.
+        writer: What wrote the files: ``cann``, the native core of torchair, or its ``stand-in``.
+    """
+
+    choice: AscendChoice
+    writer: Literal["cann", "stand-in"]
+
+
 class PackageManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The one file the runtime reads first.
 
     Attributes:
         format_version: Version of this schema.
-        backend: What runs the graphs.
-        model_file: The ONNX model with one branch per graph.
-        weights_file: The weight file all graphs share.
+        backend: What runs the graphs: ``onnxruntime``, or ``ascend`` once ATC has compiled them.
+        model_file: The model with one branch per graph, or with ``{graph}`` in it a model for
+            each.
+        weights_file: The weight file all graphs share, or with ``{tensor}`` in it a file for
+            each stored tensor.
         config: Sizes of the model.
         generation: How the publisher wants it sampled.
         geometry: The static choices of the export.
@@ -67,6 +82,7 @@ class PackageManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         source: The checkpoint.
         tools: Versions that wrote the package.
         verification: The result of the parity check, or None where it was skipped.
+        ascend: How GE models were made; None for other back ends.
     """
 
     format_version: int
@@ -83,6 +99,15 @@ class PackageManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     source: Source
     tools: dict[str, str]
     verification: Verification | None = None
+    ascend: AscendTarget | None = None
+
+    def model_path(self, graph: str) -> str:
+        """Where the model of a graph lies in the package."""
+        return self.model_file.replace("{graph}", graph)
+
+    def weight_path(self, tensor: str) -> str:
+        """Where a stored tensor lies in the package."""
+        return self.weights_file.replace("{tensor}", tensor)
 
     def save(self, directory: str | PathLike[str]) -> None:
         """Write ``manifest.json``."""

@@ -39,17 +39,16 @@ class MTPHead(nn.Module):
         """Build the one layer; ``fc`` stays whole as in the published quantised checkpoints."""
         super().__init__()
         width, eps, layer = config.hidden_size, config.rms_norm_eps, "mtp.layers.0"
+        dtype = geometry.vector_dtype
         self.config = config
-        self.embedding_norm = RMSNorm("mtp.pre_fc_norm_embedding.weight", width, eps)
-        self.hidden_norm = RMSNorm("mtp.pre_fc_norm_hidden.weight", width, eps)
+        self.embedding_norm = RMSNorm("mtp.pre_fc_norm_embedding.weight", width, eps, dtype)
+        self.hidden_norm = RMSNorm("mtp.pre_fc_norm_hidden.weight", width, eps, dtype)
         self.fc = Linear([("mtp.fc.weight", width)], 2 * width, geometry.full_format)
-        self.input_norm = RMSNorm(f"{layer}.input_layernorm.weight", width, eps)
-        self.post_norm = RMSNorm(f"{layer}.post_attention_layernorm.weight", width, eps)
-        self.attention = Attention(
-            config, f"{layer}.self_attn", "mtp", geometry.block_size, geometry.format
-        )
-        self.mlp = MLP(config, f"{layer}.mlp", geometry.format)
-        self.norm = RMSNorm("mtp.norm.weight", width, eps)
+        self.input_norm = RMSNorm(f"{layer}.input_layernorm.weight", width, eps, dtype)
+        self.post_norm = RMSNorm(f"{layer}.post_attention_layernorm.weight", width, eps, dtype)
+        self.attention = Attention(config, geometry, f"{layer}.self_attn", "mtp")
+        self.mlp = MLP(config, f"{layer}.mlp", geometry.matrix_format)
+        self.norm = RMSNorm("mtp.norm.weight", width, eps, dtype)
 
     def merge(self, vocabulary: Vocabulary, ids: Tensor, hidden: Tensor) -> Tensor:
         """Embedding first, then hidden: ids ``[M]`` and ``[M, H]`` to ``[M, H]``."""

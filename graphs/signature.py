@@ -46,7 +46,7 @@ def prefill_spec(config: ModelConfig, geometry: Geometry) -> GraphSpec:
         inputs[1:1] = [_ints("next_token_ids", 1, rows)]
         inputs[3:3] = [_ints("num_draft_rows", 1)]
         kinds.add("mtp_kv")
-    states = _states(config, geometry, kinds, batch=1)
+    states = _states(config, geometry, kinds, one_slot=True)
     return _spec("prefill", "prefill", rows, 0, inputs, outputs, states)
 
 
@@ -123,12 +123,14 @@ def _sampling(slots: int, rows: int) -> list[TensorSpec]:
 
 
 def _states(
-    config: ModelConfig, geometry: Geometry, kinds: set[StateKind], batch: int | None = None
+    config: ModelConfig, geometry: Geometry, kinds: set[StateKind], one_slot: bool = False
 ) -> list[tuple[TensorSpec, bool]]:
     """State tensors, each with whether the graph changes it in place."""
 
     def shape(spec: StateSpec) -> tuple[int, ...]:
-        return (batch, *spec.shape[1:]) if batch and spec.per_slot else spec.shape
+        if not (one_slot and spec.per_slot):
+            return spec.shape
+        return (spec.shape[0] // geometry.max_num_seqs, *spec.shape[1:])
 
     return [
         (TensorSpec(s.name, s.dtype, shape(s), s.name), s.in_place)

@@ -9,9 +9,10 @@ from qwen_mtp.config import ModelConfig
 
 DType = Literal["float32", "int32", "float16", "bfloat16"]
 Activation = Literal["float32", "float16", "bfloat16"]
+Lowering = Literal["portable", "fused"]
 GraphKind = Literal["prefill", "target_verify", "mtp_draft"]
 StateKind = Literal["kv", "mtp_kv", "conv", "ssm", "stash"]
-WeightFormat = Literal["fp32", "fp16", "bf16", "int8", "int4"]
+WeightFormat = Literal["fp32", "fp16", "bf16", "int8", "int4", "int4_npu"]
 Layout = Literal["lazy", "paged", "slots"]
 
 ITEM_BYTES = {"float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1}
@@ -43,7 +44,8 @@ class StateSpec:
         name: Unique name, e.g. ``layers.3.key``.
         kind: What it holds.
         shape: Its whole shape.
-        per_slot: The first dimension is the batch slot, so one slot is a contiguous view.
+        per_slot: The first dimension is the batch slot, or each slot has as many of its entries
+            as the next: a slot is a contiguous view.
         dtype: Element type.
         in_place: The graph changes its input; there is no output of the new value.
     """
@@ -114,6 +116,21 @@ class Geometry:
         return formats[self.dtype]
 
     @property
+    def matrix_format(self) -> WeightFormat:
+        """The format of matrices: 4 bits are laid out as the kernel that reads them wants it."""
+        return "int4_npu" if self.format == "int4" and self.layout == "slots" else self.format
+
+    @property
+    def table_format(self) -> WeightFormat:
+        """The format of vocabularies, which that kernel is too narrow for."""
+        return "int8" if self.matrix_format == "int4_npu" else self.format
+
+    @property
+    def vector_dtype(self) -> Activation:
+        """Norm and convolution weights: the kernels want them in the type of the activations."""
+        return self.dtype if self.layout == "slots" else "float32"
+
+    @property
     def max_rows(self) -> int:
         """Rows of the largest verify bucket: the rows a round may leave to be committed."""
         return max((k + 1 for k in self.lookaheads), default=2)
@@ -141,6 +158,22 @@ class Geometry:
         return 1 + self.max_num_seqs * self.table_width
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AscendChoice:
+    """What an export for Ascend is made for (docs/ascend.md).
+
+    Attributes:
+        lowering: ``portable``, standard operators only, or ``fused``, kernels of the chip.
+        soc_version: The chip, as ATC names it.
+        custom_ops: Operators that the chip has by an operator package that is installed beside
+            CANN, ascending.
+    """
+
+    lowering: Lowering
+    soc_version: str
+    custom_ops: tuple[str, ...] = ()
+
+
 def state_specs(config: ModelConfig, geometry: Geometry) -> tuple[StateSpec, ...]:
     """Every state tensor of a package, in a fixed order.
 
@@ -148,7 +181,7 @@ def state_specs(config: ModelConfig, geometry: Geometry) -> tuple[StateSpec, ...
     ``conv`` windows ``[B, W - 1, C]``; ``ssm`` ``[B, Nv, Dk, Dv]``; ``stash``, the inputs of the
     previous round that the next one commits: conv inputs ``u``, ``k``, ``v``, log decay ``g`` and
     ``beta``, each ``[B, P, ...]``. In the layout ``slots`` there is no stash: the windows are
-    ``[B, W - 2 + P, C]`` and the states ``[B, P, Nv, Dv, Dk]``.
+    ``[B, W - 2 + P, C]`` and the states ``[B * P, Nv, Dv, Dk]``.
     """
     specs: list[StateSpec] = []
     for i, kind in enumerate(config.layer_kinds):
@@ -181,7 +214,7 @@ def _row_states(config: ModelConfig, geometry: Geometry, prefix: str) -> list[St
     slots, rows = geometry.max_num_seqs, geometry.max_rows
     window = (slots, config.conv_kernel - 2 + rows, config.conv_channels)
     heads = config.linear_num_value_heads
-    state = (slots, rows, heads, config.linear_value_head_dim, config.linear_key_head_dim)
+    state = (slots * rows, heads, config.linear_value_head_dim, config.linear_key_head_dim)
     return [
         StateSpec(f"{prefix}.conv", "conv", window, True, geometry.dtype, True),
         StateSpec(f"{prefix}.ssm", "ssm", state, True, geometry.dtype, True),

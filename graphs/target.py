@@ -55,17 +55,16 @@ class Layer(nn.Module):
         """Build target layer ``index``."""
         super().__init__()
         prefix, eps, width = f"layers.{index}", config.rms_norm_eps, config.hidden_size
+        dtype = geometry.vector_dtype
         self.full = config.layer_kinds[index] == "full_attention"
-        self.input_norm = RMSNorm(f"{prefix}.input_layernorm.weight", width, eps)
-        self.post_norm = RMSNorm(f"{prefix}.post_attention_layernorm.weight", width, eps)
+        self.input_norm = RMSNorm(f"{prefix}.input_layernorm.weight", width, eps, dtype)
+        self.post_norm = RMSNorm(f"{prefix}.post_attention_layernorm.weight", width, eps, dtype)
         self.mixer: Attention | DeltaNet
         if self.full:
-            self.mixer = Attention(
-                config, f"{prefix}.self_attn", prefix, geometry.block_size, geometry.format
-            )
+            self.mixer = Attention(config, geometry, f"{prefix}.self_attn", prefix)
         else:
             self.mixer = DeltaNet(config, geometry, f"{prefix}.linear_attn", prefix)
-        self.mlp = MLP(config, f"{prefix}.mlp", geometry.format)
+        self.mlp = MLP(config, f"{prefix}.mlp", geometry.matrix_format)
 
     def forward(self, io: GraphIO, x: Tensor, span: Span) -> Tensor:
         """``[B * R, H]`` to the same; ``num_accepted`` among the inputs says it is a verify."""
@@ -88,11 +87,13 @@ class Target(nn.Module):
         """Build every target layer."""
         super().__init__()
         self.config = config
-        self.vocabulary = Vocabulary(config, geometry.format, geometry.dtype)
+        self.vocabulary = Vocabulary(config, geometry)
         self.layers = nn.ModuleList(
             Layer(config, geometry, i) for i in range(len(config.layer_kinds))
         )
-        self.norm = RMSNorm("norm.weight", config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(
+            "norm.weight", config.hidden_size, config.rms_norm_eps, geometry.vector_dtype
+        )
 
     def forward(self, io: GraphIO) -> Tensor:
         """Hidden rows after the final norm, ``[B * R, H]`` in the dtype of the activations."""

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from qwen_mtp.graphs.spec import WeightFormat
+from qwen_mtp.graphs.spec import ITEM_BYTES, WeightFormat
 
 Recipe = Literal["plain", "one_plus", "minus_exp", "matrix", "table"]
 
@@ -37,7 +37,7 @@ class WeightGroup:
     params: tuple[str, ...]
 
 
-StoredDType = Literal["float32", "int8", "uint8"]
+StoredDType = Literal["float32", "float16", "bfloat16", "int8", "uint8", "int32"]
 PAGE = 4096
 
 
@@ -61,9 +61,15 @@ class StoredTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor."""
-        return math.prod(self.shape) * (4 if self.dtype == "float32" else 1)
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 def file_bytes(stored: Iterable[StoredTensor]) -> int:
-    """Bytes of weights in the file, without padding; two names for one place count once."""
-    return sum({tensor.offset: tensor.nbytes for tensor in stored}.values())
+    """Bytes of weights on disk, without padding; two names for one place count once.
+
+    Tensors in files of their own all have the offset 0, but then no two share a place.
+    """
+    tensors = list(stored)
+    if not any(tensor.offset for tensor in tensors):
+        return sum(tensor.nbytes for tensor in tensors)
+    return sum({tensor.offset: tensor.nbytes for tensor in tensors}.values())

@@ -19,6 +19,7 @@ import msgspec
 from qwen_mtp.errors import MissingExtraError, PackageError, QwenMtpError, VerificationError
 from qwen_mtp.options import (
     DEFAULT_LOOKAHEAD,
+    DEFAULT_SOC,
     DIRECTORY,
     IdList,
     export_options,
@@ -27,6 +28,7 @@ from qwen_mtp.options import (
     sampling_options,
     threads_option,
 )
+from qwen_mtp.graphs.spec import AscendChoice
 from qwen_mtp.progress import Lines, Progress, Silent
 
 EXIT_ERROR, EXIT_VERIFICATION = 1, 3
@@ -85,8 +87,12 @@ def export_command(
     lookaheads: tuple[tuple[int, ...], ...],
     max_model_len: int | None,
     max_num_seqs: int,
-    block_size: str,
+    block_size: str | None,
     prefill_chunk: int,
+    lowering: Any,
+    soc_version: str | None,
+    dtype: Any,
+    custom_ops: tuple[str, ...],
     no_mtp: bool,
     dry_run: bool,
     overwrite: bool,
@@ -103,8 +109,10 @@ def export_command(
         "lookaheads": () if no_mtp else drafts,
         "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs,
-        "block_size": int(block_size),
+        "block_size": None if block_size is None else int(block_size),
         "prefill_chunk": prefill_chunk,
+        "ascend": _ascend(target, lowering, soc_version, custom_ops),
+        "dtype": dtype,
     }
     with errors_as_lines():
         from qwen_mtp.describe import describe_package, describe_plan
@@ -128,6 +136,21 @@ def export_command(
             progress=reporter(quiet),
         )
         _show(describe_package(done), as_json)
+
+
+def _ascend(
+    target: str, lowering: Any, soc_version: str | None, custom_ops: tuple[str, ...]
+) -> AscendChoice | None:
+    if target == "air":
+        ops = tuple(sorted(set(custom_ops)))
+        soc = soc_version or DEFAULT_SOC
+        return AscendChoice(lowering=lowering or "portable", soc_version=soc, custom_ops=ops)
+    for option, value in (("--lowering", lowering), ("--soc-version", soc_version)):
+        if value is not None:
+            raise click.UsageError(f"{option} is for --target air")
+    if custom_ops:
+        raise click.UsageError("--custom-op is for --target air")
+    return None
 
 
 def _show(description: Any, as_json: bool, tables: bool = False) -> None:

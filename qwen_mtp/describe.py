@@ -16,7 +16,7 @@ from qwen_mtp.progress import byte_text
 from qwen_mtp.runtime.package import Package
 
 if TYPE_CHECKING:
-    from qwen_mtp.export.package import Plan
+    from qwen_mtp.export.plan import Plan
 
 _LISTED = 12
 
@@ -123,7 +123,7 @@ def describe_plan(plan: "Plan", target: Path) -> Description:
         target=_shown(target),
         config=plan.config,
         geometry=plan.geometry,
-        graphs=plan.composer.specs,
+        graphs=plan.blueprint.specs,
         weight_bytes=plan.weight_bytes,
         package_bytes=plan.weight_bytes,
         state_bytes=_state_bytes(state_specs(plan.config, plan.geometry)),

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 DEFAULT_LOOKAHEAD = 3
+DEFAULT_SOC = "Ascend910B4"
 DIRECTORY = click.Path(path_type=Path, readable=False)  # what cannot be read exits with 1
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 quiet_option = click.option("-q", "--quiet", is_flag=True, help="Nothing on stderr but errors.")
@@ -53,12 +54,13 @@ def export_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return _with_options(
         command,
         click.option(
-            "--target", type=click.Choice(["onnx"]), default="onnx", show_default=True,
-            help="What the package is compiled for: onnx is ONNX Runtime on the CPU.",
+            "--target", type=click.Choice(["onnx", "air"]), default="onnx", show_default=True,
+            help="What the package is made for: onnx is ONNX Runtime on the CPU, air are GE models"
+            " for an Ascend NPU, which ATC compiles.",
         ),
         click.option(
-            "--format", "format_", type=click.Choice(["fp32", "int8", "int4"]), default="int8",
-            show_default=True, help="Weight format.",
+            "--format", "format_", type=click.Choice(["fp32", "fp16", "bf16", "int8", "int4"]),
+            default="int8", show_default=True, help="Weight format; fp16 and bf16 are for air.",
         ),
         click.option(
             "-k", "--num-speculative-tokens", "lookaheads", type=LookaheadList(), multiple=True,
@@ -74,12 +76,28 @@ def export_options(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option(
             "--block-size", type=click.Choice(["8", "16", "32", "64", "128", "256"]),
-            default="64", show_default=True,
-            help="Positions in a block of the key/value pools, which sequences take as they grow.",
+            help="Positions in a block of the key/value pools, which sequences take as they grow"
+            "  [default: 64, with fused attention 128]",
         ),
         click.option(
             "--prefill-chunk", type=click.IntRange(1, 4096), default=128, show_default=True,
             help="Rows of a prompt in one pass; more need more scratch memory.",
+        ),
+        click.option(
+            "--lowering", type=click.Choice(["portable", "fused"]),
+            help="air: standard operators, or kernels of the chip  [default: portable]",
+        ),
+        click.option(
+            "--soc-version", metavar="NAME",
+            help=f"air: the chip, as ATC names it  [default: {DEFAULT_SOC}]",
+        ),
+        click.option(
+            "--dtype", type=click.Choice(["float32", "float16", "bfloat16"]),
+            help="air: activations and state  [default: as the weights, or half precision]",
+        ),
+        click.option(
+            "--custom-op", "custom_ops", multiple=True, metavar="TYPE",
+            help="air: use this operator of an operator package; may be repeated.",
         ),
         click.option("--no-mtp", is_flag=True, help="The target alone, for plain decoding."),
         click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),

@@ -9,17 +9,22 @@ from typing import TYPE_CHECKING
 
 from qwen_mtp.config import ModelConfig
 from qwen_mtp.errors import ExportError, MissingExtraError, VerificationError
-from qwen_mtp.graphs.spec import Geometry, WeightFormat
+from qwen_mtp.ge.choice import activation_dtype, check_choice, has_fused_attention
+from qwen_mtp.ge.wheel import find_wheel
+from qwen_mtp.graphs.spec import Activation, AscendChoice, Geometry, Layout, WeightFormat
 from qwen_mtp.progress import Progress, Silent
 from qwen_mtp.runtime.package import Package
 from qwen_mtp.verify import record_verification, verify_package
 
 if TYPE_CHECKING:
-    from qwen_mtp.export.package import Plan
+    from qwen_mtp.export.plan import Plan
 
 MAX_LOOKAHEAD = 15
 DEFAULT_MODEL_LEN = 4096
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
+BLOCK_SIZE = 64
+# torch_npu's fused attention over pages of several rows takes blocks of 128 positions and more.
+FUSED_BLOCK_SIZES = (128, 256)
 _SILENT = Silent()
 
 
@@ -31,9 +36,11 @@ def export_package(
     lookaheads: Collection[int] = (3,),
     max_model_len: int | None = None,
     max_num_seqs: int = 1,
-    block_size: int = 64,
+    block_size: int | None = None,
     prefill_chunk: int = 128,
     mtp: bool = True,
+    ascend: AscendChoice | None = None,
+    dtype: Activation | None = None,
     overwrite: bool = False,
     verify: bool = True,
     threads: int | None = None,
@@ -44,15 +51,20 @@ def export_package(
     Args:
         checkpoint: Hugging Face directory with ``config.json`` and safetensors.
         package: Directory to make.
-        format: Weight format: ``fp32``, ``int8`` (W8A8, per row and channel) or ``int4``.
+        format: Weight format: ``fp32``, ``int8`` (W8A8, per row and channel) or ``int4``; for
+            Ascend also ``fp16`` and ``bf16``.
         lookaheads: Numbers of drafts a round, 1..15; each adds a draft graph and, beyond 1, a
             verify graph.
         max_model_len: Positions of a sequence, prompt included; None takes 4096, or what the
             model was made for if that is less.
         max_num_seqs: Batch slots.
-        block_size: Positions in a block of the paged pool.
+        block_size: Positions in a block of the paged pool; None takes 64, or 128 where fused
+            attention wants that.
         prefill_chunk: Rows of the prefill graph.
         mtp: False exports the target alone, for plain decoding.
+        ascend: Write GE models for an Ascend chip; None writes ONNX for ONNX Runtime.
+        dtype: Activations and state of GE models; None takes what the weights are in, or for
+            quantised ones the half precision of the chip.
         overwrite: Replace an existing package.
         verify: End with the parity check.
         threads: Threads of the parity check.
@@ -61,21 +73,22 @@ def export_package(
     Raises:
         CheckpointError: The checkpoint cannot be exported.
         ExportError: The package cannot be written, or the choices do not fit.
-        MissingExtraError: The extra ``export`` is not installed.
+        MissingExtraError: The extra ``export``, or for Ascend ``npu``, is not installed.
         VerificationError: The parity check failed; no package is left behind.
     """
     with _needs_export_extra():
         from qwen_mtp.export.package import staged, write_package
         from qwen_mtp.golden import write_golden
-    choices = tuple(lookaheads) if mtp else ()
     plan = plan_package(
         checkpoint,
         format=format,
-        lookaheads=choices,
+        lookaheads=tuple(lookaheads) if mtp else (),
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         block_size=block_size,
         prefill_chunk=prefill_chunk,
+        ascend=ascend,
+        dtype=dtype,
     )
     target = Path(os.path.abspath(package))  # making it may replace the working directory
     with staged(target, overwrite=overwrite) as staging:
@@ -94,45 +107,66 @@ def plan_package(
     lookaheads: Collection[int],
     max_model_len: int | None,
     max_num_seqs: int,
-    block_size: int,
+    block_size: int | None,
     prefill_chunk: int,
+    ascend: AscendChoice | None = None,
+    dtype: Activation | None = None,
 ) -> "Plan":
     """Work an export out without touching a weight; arguments as :func:`export_package`.
 
     Raises:
         CheckpointError: The checkpoint cannot be exported.
         ExportError: A choice is out of range.
-        MissingExtraError: The extra ``export`` is not installed.
+        MissingExtraError: The extra ``export``, or for Ascend ``npu``, is not installed.
     """
     with _needs_export_extra():
-        from qwen_mtp.export.package import plan_export
+        from qwen_mtp.export.plan import plan_export
     if max_model_len is None:
         limit = ModelConfig.from_checkpoint(checkpoint).max_position_embeddings
         max_model_len = min(DEFAULT_MODEL_LEN, limit)
+    paged_attention = ascend is not None and has_fused_attention(ascend)
     geometry = Geometry(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
-        block_size=block_size,
+        block_size=block_size or (FUSED_BLOCK_SIZES[0] if paged_attention else BLOCK_SIZE),
         prefill_chunk=prefill_chunk,
         lookaheads=tuple(sorted(set(lookaheads))),
         format=format,
+        layout=_layout(ascend),
+        dtype="float32" if ascend is None else activation_dtype(ascend, format, dtype),
     )
-    _check(geometry)
-    return plan_export(Path(checkpoint), geometry)
+    _check(geometry, FUSED_BLOCK_SIZES if paged_attention else BLOCK_SIZES)
+    if ascend is None:
+        _check_onnx(geometry, dtype)
+    else:
+        find_wheel()  # before any work
+        check_choice(ascend, geometry)
+    return plan_export(Path(checkpoint), geometry, ascend)
 
 
-def _check(geometry: Geometry) -> None:
+def _layout(ascend: AscendChoice | None) -> Layout:
+    if ascend is None:
+        return "lazy"
+    return "slots" if ascend.lowering == "fused" else "paged"
+
+
+def _check(geometry: Geometry, block_sizes: Collection[int]) -> None:
     for name, least in (("max_num_seqs", 1), ("prefill_chunk", 1), ("max_model_len", 2)):
         value = getattr(geometry, name)
         if value < least:
             raise ExportError(f"{name} is {value}: give a number >= {least}")
-    if geometry.block_size not in BLOCK_SIZES:
-        raise ExportError(f"block_size is {geometry.block_size}: give one of {BLOCK_SIZES}")
-    if geometry.format not in ("fp32", "int8", "int4"):
-        raise ExportError(f"format is {geometry.format!r}: give fp32, int8 or int4")
+    if geometry.block_size not in block_sizes:
+        raise ExportError(f"block_size is {geometry.block_size}: give one of {tuple(block_sizes)}")
     for k in geometry.lookaheads:
         if not 1 <= k <= MAX_LOOKAHEAD:
             raise ExportError(f"num_speculative_tokens is {k}: give 1..{MAX_LOOKAHEAD}")
+
+
+def _check_onnx(geometry: Geometry, dtype: Activation | None) -> None:
+    if geometry.format not in ("fp32", "int8", "int4"):
+        raise ExportError(f"format is {geometry.format!r}: give fp32, int8 or int4")
+    if dtype not in (None, "float32"):
+        raise ExportError(f"dtype is {dtype}: ONNX Runtime computes in float32; leave it out")
 
 
 def _verify(staging: Path, threads: int | None, progress: Progress) -> None:

@@ -122,9 +122,10 @@ class Engine:
 
     def clear_slot(self, slot: int) -> None:
         """Zero the per-slot state of one batch slot; pool blocks need no clearing."""
+        slots = self.package.manifest.geometry.max_num_seqs
         for spec in self.package.manifest.states:
             if spec.per_slot:
-                self.state(spec.name)[slot] = 0
+                self.state(spec.name).reshape(slots, -1)[slot] = 0
 
     def run(self, graph: str, table: npt.NDArray[np.int32], slot: int = 0) -> None:
         """Run one graph on its buffers.
@@ -196,7 +197,8 @@ class Engine:
             return self._io(tensor)
         twin = (tensor.state, parity)
         whole = self._states[twin if twin in self._states else (tensor.state, 0)]
-        return whole if whole.shape == tensor.shape else whole[slot : slot + 1]
+        count = tensor.shape[0]
+        return whole if whole.shape == tensor.shape else whole[slot * count : (slot + 1) * count]
 
     def _io(self, tensor: TensorSpec) -> Array:
         key = (tensor.name, tensor.shape)

@@ -159,7 +159,7 @@ class OmEngine:
         self._device.enter_thread()
         for state in self._states.values():
             if state.spec.per_slot:
-                part = state.spec.nbytes // state.spec.shape[0]
+                part = state.spec.nbytes // self.package.manifest.geometry.max_num_seqs
                 self._device.clear(state.buffers[state.current] + slot * part, part)
 
     def run(self, graph: str, table: npt.NDArray[np.int32], slot: int = 0) -> None:

@@ -1,5 +1,6 @@
 """A package directory, checked against its manifest."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from os import PathLike
 from pathlib import Path, PurePosixPath
@@ -13,7 +14,7 @@ from qwen_mtp.graphs.spec import GraphSpec, state_specs
 from qwen_mtp.graphs.weights import PAGE
 from qwen_mtp.runtime.sampling import SamplingParams
 
-BACKEND = "onnxruntime"
+BACKENDS = ("onnxruntime", "ascend")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +41,9 @@ class Package:
         _check_numbers(root, manifest)
         for file in manifest.files:
             _check_file(root, file.path, file.bytes)
-        for named in (manifest.model_file, manifest.weights_file):
-            if named not in {file.path for file in manifest.files}:
+        listed = {file.path for file in manifest.files}
+        for named in _needed(manifest):
+            if named not in listed:
                 raise PackageError(f"{root}/manifest.json: files does not list {named}; {REMEDY}")
         _check_weights(root, manifest)
         _check_signatures(root, manifest)
@@ -63,8 +65,8 @@ class Package:
 
 def _check_numbers(root: Path, manifest: PackageManifest) -> None:
     """Refuse values that no export writes before anything is computed from them."""
-    if manifest.backend != BACKEND:
-        raise _odd(root, "backend", manifest.backend, f"must be {BACKEND}")
+    if manifest.backend not in BACKENDS:
+        raise _odd(root, "backend", manifest.backend, f"must be one of {', '.join(BACKENDS)}")
     for place, part in (("config", manifest.config), ("geometry", manifest.geometry)):
         for field in fields(part):
             value = getattr(part, field.name)
@@ -82,20 +84,31 @@ def _check_numbers(root: Path, manifest: PackageManifest) -> None:
         raise PackageError(f"{root}/manifest.json: generation: {error}; {REMEDY}") from error
 
 
+def _needed(manifest: PackageManifest) -> Iterator[str]:
+    """Paths of models and weights, each once."""
+    yield from dict.fromkeys(manifest.model_path(graph.name) for graph in manifest.graphs)
+    yield from dict.fromkeys(manifest.weight_path(tensor.name) for tensor in manifest.weights)
+
+
 def _check_weights(root: Path, manifest: PackageManifest) -> None:
-    """Tensors must follow each other page by page and fill the file; others are second names."""
-    (size,) = {file.bytes for file in manifest.files if file.path == manifest.weights_file}
-    placed: dict[int, int] = {}
-    end = 0
+    """Tensors must follow each other page by page and fill their file; others are second names."""
+    sizes = {file.path: file.bytes for file in manifest.files}
+    placed: dict[str, dict[int, int]] = {}
+    ends: dict[str, int] = {}
     for tensor in manifest.weights:
+        path = manifest.weight_path(tensor.name)
+        here, end = placed.setdefault(path, {}), ends.get(path, 0)
         follows = tensor.offset == -(-end // PAGE) * PAGE and min(tensor.shape, default=1) > 0
-        if not follows and placed.get(tensor.offset) != tensor.nbytes:
+        if not follows and here.get(tensor.offset) != tensor.nbytes:
             place = (tensor.shape, tensor.offset)
             raise _odd(root, f"weights: {tensor.name}", place, "which leaves a gap or overlaps")
-        placed[tensor.offset] = tensor.nbytes
-        end = max(placed) + placed[max(placed)]
-    if end != size or not placed:
-        raise _odd(root, "weights", f"{end} bytes", f"the file has {size}")
+        here[tensor.offset] = tensor.nbytes
+        ends[path] = max(here) + here[max(here)]
+    if not placed:
+        raise _odd(root, "weights", (), "must not be empty")
+    for path, end in ends.items():
+        if end != sizes[path]:
+            raise _odd(root, "weights", f"{end} bytes", f"{path} has {sizes[path]}")
 
 
 def _odd(root: Path, name: str, found: object, wanted: str) -> PackageError:

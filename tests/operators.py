@@ -137,7 +137,7 @@ def delta_inputs(
 def slot_inputs(rng: np.random.Generator, accepted: Array, rows: int = 4) -> list[Array]:
     """Like :func:`delta_inputs`, with a state ``[Dv, Dk]`` behind every row of the last round."""
     args = delta_inputs(rng, len(accepted), rows)
-    states = normal(rng, len(accepted), rows, 4, 8, 16)
+    states = normal(rng, len(accepted) * rows, 4, 8, 16)
     return [*args[:5], states, accepted]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from qwen_mtp.export.checkpoint import Checkpoint
-from qwen_mtp.export.compose import Composer
+from qwen_mtp.export.blueprint import Blueprint
 from qwen_mtp.export.weights import load_weights
 from qwen_mtp.graphs.model import Graph, Model
 from qwen_mtp.graphs.spec import Geometry, state_specs
@@ -125,7 +125,7 @@ class EagerGraphs:
     ) -> None:
         """Load the weights; ``change`` may alter the stored tensors by name."""
         source = Checkpoint.open(checkpoint)
-        plan = Composer(source.config, geometry)
+        plan = Blueprint(source.config, geometry)
         weights = {k: v.copy() for k, v in load_weights(source, plan.groups, plan.stored).items()}
         if change is not None:
             change(weights)

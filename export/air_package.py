@@ -1,0 +1,100 @@
+"""Writes the folder ``ascend`` of a package: models, the ATC commands and a note for the device."""
+
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import text_format
+
+from qwen_mtp.export.air import compose_air
+from qwen_mtp.export.form import Form
+from qwen_mtp.export.plan import Plan
+from qwen_mtp.ge.wheel import find_wheel
+from qwen_mtp.graphs.manifest import AscendTarget
+from qwen_mtp.graphs.spec import AscendChoice
+from qwen_mtp.progress import Progress
+
+FOLDER = "ascend"
+WEIGHTS = "weights"
+
+_ATC = """\
+#!/bin/sh
+# Compiles the models of this folder with ATC. Needs CANN: source its set_env.sh first.
+#
+#   sh ascend/atc.sh                            all graphs, for the chip of the export
+#   SOC_VERSION=Ascend910B3 sh ascend/atc.sh    for another chip of the same family
+#
+# The weight files are named relative to this folder, so ATC runs in it. Types are kept as they
+# are in the models: the parity check is about these.
+set -eu
+cd "$(dirname "$0")"
+SOC_VERSION="${{SOC_VERSION:-{soc}}}"
+{opp}mkdir -p om
+for graph in {graphs}; do
+  echo "atc: $graph for $SOC_VERSION" >&2
+  atc --framework=1 --model="$graph.air" --output="om/$graph" --soc_version="$SOC_VERSION" \\
+    --precision_mode_v2=origin --deterministic=1 --log=error "$@"
+done
+"""
+_OPP = """\
+# These graphs use {ops}: an operator package beside CANN.
+: "${{ASCEND_CUSTOM_OPP_PATH:?set it to the vendors folder of the operator package}}"
+"""
+_README = """\
+# Graphs for Ascend
+
+GE models of one Qwen checkpoint with its MTP head, lowering `{lowering}`, for {soc}. They were
+checked without an NPU (`qwen-mtp verify`) and have not been compiled or run on one here.
+
+| file | what |
+|---|---|
+| `*.air`, `*.pbtxt` | one model for each graph of `../manifest.json`, and the same as text |
+| `weights/` | raw little-endian tensors, shared by all models |
+| `golden.npz` | inputs and outputs of a short script, to compare with on the device |
+| `atc.sh` | the ATC commands |
+
+1. `source` CANN's `set_env.sh`, then `sh atc.sh`: writes `om/<graph>.om`.
+2. `qwen-mtp run` on the package runs them where CANN's Python module `acl` can be imported.
+
+Inputs and outputs, types and shapes: `qwen-mtp inspect --graphs` on the package.
+"""
+
+
+def write_air(plan: Plan, directory: Path, progress: Progress) -> Form:
+    """Write the models; the weights are the caller's, their folder is made.
+
+    Raises:
+        ExportError: A graph cannot be converted.
+        MissingExtraError: torch_npu is missing or of another release.
+        OSError: A file cannot be written.
+    """
+    assert plan.ascend is not None
+    folder = directory / FOLDER
+    (folder / WEIGHTS).mkdir(parents=True)
+    names = []
+    for spec, model, writer in compose_air(
+        plan.blueprint, plan.ascend, WEIGHTS, lambda name: progress.phase(f"graph {name}")
+    ):
+        _write_model(folder / spec.name, model)
+        names.append(spec.name)
+    (folder / "atc.sh").write_text(_script(plan.ascend, names), encoding="utf-8")
+    text = _README.format(lowering=plan.ascend.lowering, soc=plan.ascend.soc_version)
+    (folder / "README.md").write_text(text, encoding="utf-8")
+    return Form(
+        "ascend",
+        f"{FOLDER}/{{graph}}.air",
+        f"{FOLDER}/{WEIGHTS}/{{tensor}}",
+        {"torch_npu": find_wheel().version},
+        AscendTarget(choice=plan.ascend, writer=writer),
+    )
+
+
+def _write_model(stem: Path, model: Any) -> None:
+    stem.with_name(f"{stem.name}.air").write_bytes(model.SerializeToString(deterministic=True))
+    stem.with_name(f"{stem.name}.pbtxt").write_text(
+        text_format.MessageToString(model), encoding="utf-8"
+    )
+
+
+def _script(choice: AscendChoice, graphs: list[str]) -> str:
+    opp = _OPP.format(ops=", ".join(choice.custom_ops)) if choice.custom_ops else ""
+    return _ATC.format(soc=choice.soc_version, graphs=" ".join(graphs), opp=opp)

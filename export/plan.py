@@ -1,0 +1,82 @@
+"""What an export will read, build and write, worked out from the headers of a checkpoint."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from qwen_mtp.config import ModelConfig
+from qwen_mtp.errors import CheckpointError, ExportError
+from qwen_mtp.export.blueprint import Blueprint
+from qwen_mtp.export.checkpoint import Checkpoint
+from qwen_mtp.export.weights import check_sources
+from qwen_mtp.graphs.spec import AscendChoice, Geometry
+from qwen_mtp.graphs.weights import file_bytes
+
+INTERPRETER = 500 << 20  # what torch and a traced model take, measured
+LOADING = 2.3  # peak of a loading session over the bytes of its weights, measured
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What an export will read, build and write.
+
+    Attributes:
+        checkpoint: The source.
+        geometry: The static choices.
+        blueprint: The fake modules, the layout of the weight file and the signatures.
+        used: Canonical names of the tensors that are read.
+        unused: Tensors that stay behind, by canonical name.
+        ascend: What GE models are made for; None for ONNX Runtime.
+    """
+
+    checkpoint: Checkpoint
+    geometry: Geometry
+    blueprint: Blueprint
+    used: tuple[str, ...]
+    unused: tuple[str, ...]
+    ascend: AscendChoice | None = None
+
+    @property
+    def config(self) -> ModelConfig:
+        """Sizes of the model."""
+        return self.checkpoint.config
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weight file without padding."""
+        return file_bytes(self.blueprint.stored)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Estimated peak memory of an export that ends with its check.
+
+        Writing takes about one tensor; the peak is the check, when a session is loading and the
+        pages of the file are in memory beside the packed copies.
+        """
+        return INTERPRETER + int(LOADING * self.weight_bytes)
+
+
+def plan_export(directory: Path, geometry: Geometry, ascend: AscendChoice | None = None) -> Plan:
+    """Read the checkpoint's headers and work everything out without touching a weight.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be exported.
+        ExportError: The choices do not fit the model.
+    """
+    checkpoint = Checkpoint.open(directory)
+    config = checkpoint.config
+    if geometry.max_model_len > config.max_position_embeddings:
+        raise ExportError(
+            f"max_model_len is {geometry.max_model_len}, the model was made for "
+            f"{config.max_position_embeddings} positions; lower it"
+        )
+    if geometry.lookaheads and not config.num_mtp_layers:
+        raise CheckpointError(
+            f"{directory}/config.json: mtp_num_hidden_layers is 0, there is no MTP head; "
+            "export the target alone with --no-mtp"
+        )
+    blueprint = Blueprint(config, geometry)
+    used = tuple(source.key for group in blueprint.groups for source in group.sources)
+    spare = () if geometry.lookaheads else ("mtp.",)
+    unused = checkpoint.check_coverage(used, allow_unused=spare)
+    check_sources(checkpoint, blueprint.groups)
+    return Plan(checkpoint, geometry, blueprint, used, unused, ascend)
