@@ -37,7 +37,7 @@ def check_graph(
     found += check_prototypes(nodes, prototypes)
     inferred = infer(nodes)
     found += inferred.findings
-    found += check_dtypes(inferred.calls, prototypes)
+    found += check_dtypes(nodes, inferred, prototypes)
     if soc is not None:
         found += check_soc(nodes, inferred, soc)
     return tuple(found)

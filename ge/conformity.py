@@ -1,10 +1,10 @@
 """Checks of operators against their prototypes: ports by name, dtypes, attributes."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from qwen_mtp.ge.inference import Inferred
 from qwen_mtp.ge.prototypes import Attribute, Port, Prototype, Prototypes
-from qwen_mtp.ge.values import Call
 from qwen_mtp.ge.view import SOURCES, Descriptor, Finding, Node
 
 # Which field of ``AttrDef`` holds an attribute of a declared type.
@@ -59,23 +59,39 @@ def check_prototypes(nodes: Sequence[Node], prototypes: Prototypes) -> Iterator[
         yield from _attributes(node, prototype)
 
 
-def check_dtypes(calls: Sequence[Call], prototypes: Prototypes) -> Iterator[Finding]:
-    """Inferred dtypes of the inputs are among those declared; type variables mean one dtype."""
-    for call in calls:
-        prototype = prototypes(call.node.type)
+def check_dtypes(
+    nodes: Sequence[Node], inferred: Inferred, prototypes: Prototypes
+) -> Iterator[Finding]:
+    """Inferred dtypes are among those declared; a type variable means one dtype."""
+    for node in nodes:
+        prototype = prototypes(node.type)
         if prototype is None:
             continue
+        inputs = ((d.name, ref) for d, ref in zip(node.inputs, node.refs, strict=False) if ref)
+        outputs = ((d.name, f"{node.name}:{i}") for i, d in enumerate(node.outputs))
         bound: dict[str, str] = {}
-        for name, value in call.inputs.items():
-            port = _port_of(name, prototype.inputs)
-            if port is None:
-                continue
-            if port.dtypes and value.dtype not in port.dtypes:
-                message = f"{name} is {value.dtype}, which is not declared for it"
-                yield Finding(call.node.name, "dtype", f"{call.node.type}: {message}")
-            if port.symbol and bound.setdefault(port.symbol, value.dtype) != value.dtype:
-                message = f"{name} is {value.dtype}, {port.symbol} is {bound[port.symbol]}"
-                yield Finding(call.node.name, "dtype", f"{call.node.type}: {message}")
+        yield from _dtypes(node, inputs, prototype.inputs, inferred, bound)
+        if node.type != "Const":
+            yield from _dtypes(node, outputs, prototype.outputs, inferred, bound)
+
+
+def _dtypes(
+    node: Node,
+    edges: Iterable[tuple[str, str]],
+    ports: Sequence[Port],
+    inferred: Inferred,
+    bound: dict[str, str],
+) -> Iterator[Finding]:
+    for name, ref in edges:
+        port, value = _port_of(name, ports), inferred.values.get(ref)
+        if port is None or value is None:
+            continue
+        if port.dtypes and value.dtype not in port.dtypes:
+            message = f"{name} is {value.dtype}, which is not declared for it"
+            yield Finding(node.name, "dtype", f"{node.type}: {message}")
+        if port.symbol and bound.setdefault(port.symbol, value.dtype) != value.dtype:
+            message = f"{name} is {value.dtype}, {port.symbol} is {bound[port.symbol]}"
+            yield Finding(node.name, "dtype", f"{node.type}: {message}")
 
 
 def _port_of(name: str, ports: Sequence[Port]) -> Port | None:

@@ -39,7 +39,7 @@ class Widened:
 
     Attributes:
         op: Operator type.
-        ports: Names of inputs and outputs; a type variable they share is dropped.
+        ports: Names of inputs and outputs.
         dtypes: The dtypes they take beside the declared ones.
         reason: Evidence.
     """
@@ -126,10 +126,11 @@ OVERLAY: tuple[Entry, ...] = (
         "torchair's converter of aten.topk writes it; GE keeps attributes it does not know",
     ),
     Widened(
-        "RecurrentGatedDeltaRule",
-        ("state",),
-        ("DT_FLOAT",),
-        "CANN's ops-transformer documents a float32 state beside bfloat16 for A2 and A3",
+        "Muls",
+        ("x", "y"),
+        ("DT_BF16",),
+        "torchair's converter writes it for a bfloat16 tensor times a number; CANN's newer "
+        "declaration takes it",
     ),
 )
 
@@ -166,4 +167,4 @@ def _apply(prototype: Prototype | None, entry: Entry) -> Prototype:
 def _wider(port: Port, entry: Widened) -> Port:
     if port.name not in entry.ports:
         return port
-    return replace(port, dtypes=port.dtypes | set(entry.dtypes), symbol="")
+    return replace(port, dtypes=port.dtypes | set(entry.dtypes))

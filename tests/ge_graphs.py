@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from qwen_mtp.ge.overlay import corrected
 from qwen_mtp.ge.proto import ATTRIBUTE_CODES, TENSOR_TYPES
 from qwen_mtp.ge.prototypes import Prototypes, wheel_prototypes
 from qwen_mtp.ge.wheel import find_wheel, messages
+from qwen_mtp.graphs.spec import GraphSpec, TensorSpec
 
 
 def _has_wheel() -> bool:
@@ -235,3 +237,29 @@ def layer() -> Any:
     tokens = b.op("Squeeze", {"x": picked}, axis=[1])
     tokens = b.op("Cast", {"x": tokens}, name="tokens", dst_type=3)
     return b.end([("hidden:0", "float32", (4, 12)), (tokens, "int32", (4,))])
+
+
+SPEC = GraphSpec(
+    name="graph",
+    kind="prefill",
+    rows=4,
+    lookahead=0,
+    inputs=(
+        TensorSpec("ids", "int32", (4,)),
+        TensorSpec("start", "int32", (1,)),
+        TensorSpec("pool", "float32", (6, 2, 3), "pool"),
+    ),
+    outputs=(
+        TensorSpec("hidden", "float32", (4, 12)),
+        TensorSpec("tokens", "int32", (4,)),
+    ),
+)
+
+
+def weights(folder: Path) -> None:
+    """Write the weights of :func:`layer`."""
+    (folder / "weights").mkdir()
+    rng = np.random.default_rng(0)
+    for name, shape in (("embed", (16, 8)), ("up", (12, 8))):
+        values = rng.standard_normal(shape).astype(np.float32)
+        (folder / "weights" / name).write_bytes(values.tobytes())
