@@ -126,6 +126,12 @@ OVERLAY: tuple[Entry, ...] = (
         "torchair's converter of aten.topk writes it; GE keeps attributes it does not know",
     ),
     Widened(
+        "RecurrentGatedDeltaRule",
+        ("query", "key", "value", "beta", "state", "out"),
+        ("DT_FLOAT16",),
+        "vllm-ascend's operator package for 310P declares float16 under the same name",
+    ),
+    Widened(
         "Muls",
         ("x", "y"),
         ("DT_BF16",),

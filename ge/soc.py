@@ -15,7 +15,7 @@ Sources, all public:
   channel alone.
 
 FusedCausalConv1d is documented for Ascend 950 only and for kernels of width 3, so no processor
-here has it.
+here has it by itself.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,8 @@ from qwen_mtp.graphs.spec import WeightFormat
 Family = Literal["910B", "910_93", "310P"]
 Lowering = Literal["portable", "fused"]
 
-_NOWHERE = frozenset({"FusedCausalConv1d", "InplaceFusedCausalConv1d"})
+# Not part of CANN for any of these; a package of operators beside it may bring them.
+_NOWHERE = frozenset({"FusedCausalConv1d", "InplaceFusedCausalConv1d", "MtpRejectionSample"})
 _NOT_310P = _NOWHERE | {
     "FusedInferAttentionScore",
     "ScatterPaKvCache",
@@ -39,6 +40,16 @@ _COMMON = frozenset(
     {"DT_FLOAT", "DT_FLOAT16", "DT_BOOL", "DT_INT8", "DT_UINT8", "DT_INT16"}
     | {"DT_INT32", "DT_INT64", "DT_UINT64"}
 )
+# What kernels take for their first input where the prototypes say more or nothing.
+_BIG_KERNELS: dict[str, frozenset[str]] = {
+    "ScatterPaKvCache": frozenset({"DT_FLOAT16", "DT_BF16", "DT_INT8"}),
+    "RecurrentGatedDeltaRule": frozenset({"DT_BF16"}),
+}
+_SMALL_KERNELS: dict[str, frozenset[str]] = {
+    "RecurrentGatedDeltaRule": frozenset({"DT_FLOAT16"}),  # vllm-ascend's package for 310P
+    "DynamicQuant": frozenset({"DT_FLOAT16"}),
+    "WeightQuantBatchMatmulV2": frozenset({"DT_FLOAT16"}),
+}
 _BIG: tuple[WeightFormat, ...] = ("fp32", "fp16", "bf16", "int8", "int4")
 _SMALL: tuple[WeightFormat, ...] = ("fp32", "fp16", "int8")
 
@@ -93,6 +104,11 @@ SOCS: tuple[Soc, ...] = (
     _310p("Ascend310P1"),
     _310p("Ascend310P3"),
 )
+
+
+def kernel_dtypes(soc: Soc, op_type: str) -> frozenset[str] | None:
+    """Dtypes that the kernel takes for its first input; None where the prototype says it all."""
+    return (_SMALL_KERNELS if soc.family == "310P" else _BIG_KERNELS).get(op_type)
 
 
 def find_soc(name: str) -> Soc:

@@ -169,7 +169,7 @@ def layer() -> Any:
     x = b.op("GatherV2", {"x": table, "indices": ids, "axis": zero}, batch_dims=0)
     square = b.op("Mul", {"x1": x, "x2": x})
     mean = b.op("ReduceMean", {"x": square, "axes": minus}, keep_dims=True)
-    shifted = b.op("Add", {"x1": mean, "x2": b.const(1e-6, "float32")})
+    shifted = b.op("Add", {"x1": mean, "x2": b.const(0.05, "float32")})
     normed = b.op("Mul", {"x1": x, "x2": b.op("Rsqrt", {"x": shifted})})
     up = b.op(
         "MatMul",

@@ -140,6 +140,14 @@ def user_of(entry: Entry) -> Any:
         outputs = ("tokens", "num_accepted")
         edge = b.op(entry.op, {n: edges[n] for n in order}, outputs, lookahead=3)
         return b.end([(edge, "int32", (4,))])
+    if entry.op == "RecurrentGatedDeltaRule":
+        half = {
+            name: ("float16", *rest) if dtype == "bfloat16" else (dtype, *rest)
+            for name, (dtype, *rest) in delta().items()
+        }
+        edges = {name: b.data(name, dtype, shape) for name, (dtype, *shape) in half.items()}
+        edge = b.op(entry.op, edges, ("out", "state"), scale_value=0.2)
+        return b.end([(edge, "float16", (8, 4, 16))])
     x = b.data("x", "bfloat16", (2,))
     extra = {"Cast": {"dst_type": 27}, "Muls": {"value": 2.0}}.get(entry.op, {})
     op = entry.op if entry.op not in ("Data", "Const", "NetOutput") else "Neg"
@@ -545,6 +553,14 @@ def test_operators_and_dtypes_are_those_of_the_processor() -> None:
     assert any("does not have DT_BF16" in f for f in found)
 
 
+def test_an_operator_of_a_package_is_taken_where_the_package_is() -> None:
+    entry = next(entry for entry in OVERLAY if entry.op == "RecurrentGatedDeltaRule")
+    model = user_of(entry)
+    assert any("has no such operator" in f for f in findings(model, "Ascend310P3"))
+    assert findings(model, "Ascend310P3", custom_ops=[entry.op]) == []
+    assert any("takes DT_BF16, not DT_FLOAT16" in f for f in findings(model, B4))
+
+
 def test_every_rule_is_of_an_operator_that_is_declared() -> None:
     assert [name for name in RULES if prototypes()(name) is None] == []
 
@@ -552,6 +568,7 @@ def test_every_rule_is_of_an_operator_that_is_declared() -> None:
 # Against torchair's own notes
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch and torchair warn of their own code
 def test_inferred_dtypes_and_sizes_are_those_torch_traced() -> None:
     """torchair notes what torch traced for a node on its last operator; views only reshape it."""
