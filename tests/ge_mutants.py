@@ -292,7 +292,7 @@ def _const(port: str, change_value: Callable[[Any], Any]) -> Change:
         tensor = const.attr["value"].t
         kind = _TYPES[tensor.desc.dtype]
         old = np.frombuffer(tensor.data, kind).reshape(tuple(tensor.desc.shape.dim))
-        new = np.asarray(change_value(old.copy())).astype(kind)
+        new: Any = np.asarray(change_value(old.copy())).astype(kind)
         if new.shape != old.shape or np.array_equal(new, old):
             return False
         tensor.data = new.tobytes()

@@ -129,7 +129,7 @@ def user_of(entry: Entry) -> Any:
     if entry.op == "TopKV2":
         x = b.data("x", "float32", (9,))
         k = b.const(2, "int64" if isinstance(entry, Widened) else "int32")
-        more = {"sort_policy": 1} if isinstance(entry, Extended) else {}
+        more: dict[str, Any] = {"sort_policy": 1} if isinstance(entry, Extended) else {}
         edge = b.op("TopKV2", {"x": x, "k": k}, ("values", "indices"), **more)
         return b.end([(edge, "float32", (2,))])
     if entry.op == "MtpRejectionSample":
@@ -149,9 +149,9 @@ def user_of(entry: Entry) -> Any:
         edge = b.op(entry.op, edges, ("out", "state"), scale_value=0.2)
         return b.end([(edge, "float16", (8, 4, 16))])
     x = b.data("x", "bfloat16", (2,))
-    extra = {"Cast": {"dst_type": 27}, "Muls": {"value": 2.0}}.get(entry.op, {})
+    extras: dict[str, dict[str, Any]] = {"Cast": {"dst_type": 27}, "Muls": {"value": 2.0}}
     op = entry.op if entry.op not in ("Data", "Const", "NetOutput") else "Neg"
-    edge = b.op(op, {"x": x}, **extra)
+    edge = b.op(op, {"x": x}, **extras.get(entry.op, {}))
     if entry.op == "Const":
         edge = b.op("Add", {"x1": b.const([1.0], "float32"), "x2": b.data("z", "float32", (2,))})
         return b.end([(edge, "float32", (2,)), ("x:0", "bfloat16", (2,))])
@@ -205,6 +205,16 @@ def one(op: str, inputs: dict[str, Any], outputs: tuple[str, ...] = ("y",), **mo
 
 def ints(*values: int) -> Any:
     return np.array(values)
+
+
+OUT = ("attention_out", "softmax_lse")
+ATTENTION: dict[str, Any] = {
+    "num_heads": 6,
+    "num_key_value_heads": 2,
+    "block_size": 16,
+    "scale": 0.25,
+    "input_layout": "BSND",
+}
 
 
 CASES: dict[str, tuple[Callable[[], str], str]] = {
@@ -392,14 +402,6 @@ CASES: dict[str, tuple[Callable[[], str], str]] = {
         ),
         "FusedInferAttentionScore: sparse_mode 3 needs a mask of 2048 x 2048, found None",
     ),
-}
-OUT = ("attention_out", "softmax_lse")
-ATTENTION = {
-    "num_heads": 6,
-    "num_key_value_heads": 2,
-    "block_size": 16,
-    "scale": 0.25,
-    "input_layout": "BSND",
 }
 
 
