@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qwen_mtp.custom_ops import rejection_aten, rejection_onnx
+from qwen_mtp.custom_ops import rejection_aten, rejection_ge, rejection_onnx
 from qwen_mtp.custom_ops.operator import Operator
 from qwen_mtp.custom_ops.rejection_onnx import GREEDY_BELOW
 
@@ -240,6 +240,7 @@ REJECTION_SAMPLE = Operator(
     fake=fake,
     onnx=rejection_onnx.rejection_sample,
     decomposed=rejection_aten.decomposed,
+    ge=rejection_ge.rejection_sample,
 )
 
 REJECTION_SAMPLE_LAWS = Operator(
@@ -249,4 +250,5 @@ REJECTION_SAMPLE_LAWS = Operator(
     fake=fake,
     onnx=rejection_onnx.rejection_sample_laws,
     decomposed=rejection_aten.decomposed,
+    ge=rejection_ge.rejection_sample,
 )

@@ -1,7 +1,6 @@
 """The form in aten operators against the meaning, slot by slot, and the law it samples from."""
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,63 +11,13 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from qwen_mtp.custom_ops import rejection_aten
-from qwen_mtp.custom_ops.rejection import REJECTION_SAMPLE, REJECTION_SAMPLE_LAWS, meaning
-from tests.rejection_graphs import INTEGERS, SHAPES, Feeds, random_case, typed, uniform_batch
+from qwen_mtp.custom_ops.rejection import REJECTION_SAMPLE, REJECTION_SAMPLE_LAWS
+from tests.rejection_graphs import random_case, uniform_batch
 from tests.rejection_law import LARGE, SCENARIOS, law_error
+from tests.rejection_slots import Form, differing, exact_cases, run, slot_case, step
 
-Form = Callable[..., Any]
 SIZES = (2, 3, 7, 16, 17, 60, 200, 1000, 1025, 3001, 5000)
 FORBIDDEN = {"index_put", "cumprod", "amax", "all", "unfold", "nonzero", "isin", "rand"}
-
-
-def _run(form: Form, feeds: Feeds) -> tuple[np.ndarray, np.ndarray]:
-    tokens, accepted = form(**{name: torch.from_numpy(a) for name, a in feeds.items()})
-    assert tokens.dtype == accepted.dtype == torch.int32
-    return tokens.numpy(), accepted.numpy()
-
-
-def _step(form: Form) -> Form:
-    """The form with positional NumPy arguments of any precision."""
-    return lambda *args: _run(form, typed(dict(zip(SHAPES, args, strict=False))))
-
-
-def _case(rng: np.random.Generator, b: int, v: int, laws: bool) -> Feeds:
-    """Slots of every kind, with rows that have no law and stop ids that hit them."""
-    feeds = random_case(rng, b, int(rng.choice([0, 1, 2, 3, 7])), v, laws)
-    warm = rng.random(b) < 0.5
-    feeds["temperature"][warm] = rng.uniform(0, 2, b)[warm]
-    feeds["top_p"][warm] = rng.uniform(0, 1, b)[warm]
-    logits, slots = feeds["logits"], rng.integers(0, b, 2)
-    if rng.random() < 0.3:
-        value = rng.choice([np.nan, np.inf, -np.inf])
-        logits[slots[0], rng.integers(logits.shape[1]), rng.integers(v)] = value
-        logits[slots[1], -1, :] = rng.choice([np.nan, -np.inf])
-    if rng.random() < 0.2:
-        logits[slots[0], 0, max(feeds["stop_ids"][slots[0], 0], 0)] = rng.choice([np.nan, np.inf])
-    return feeds
-
-
-def _differing(form: Form, feeds: Feeds) -> list[tuple[int, bool]]:
-    """Slots that differ from the meaning, and whether float32 rounding explains it.
-
-    It does where the meaning gives the form's answer once a uniform or top-p is moved by one
-    part in a million.
-    """
-    tokens, accepted = _run(form, feeds)
-    want = meaning(**feeds)
-    rows = np.flatnonzero((tokens != want[0]).any(1) | (accepted != want[1]))
-    found = []
-    for b in rows:
-        one = {name: a[b : b + 1] for name, a in feeds.items()}
-        near = [
-            meaning(**one | {n: one[n] * s for n, s in zip(MOVED, signs, strict=True)})[0][0]
-            for signs in itertools.product([1 - 1e-6, 1 + 1e-6], repeat=len(MOVED))
-        ]
-        found.append((int(b), any(np.array_equal(x, tokens[b]) for x in near)))
-    return found
-
-
-MOVED = ("accept_uniforms", "pick_uniforms", "top_p")
 
 
 @pytest.mark.parametrize("laws", [False, True])
@@ -76,33 +25,16 @@ def test_the_form_says_what_the_meaning_says_slot_for_slot(laws: bool) -> None:
     rng, slots, found = np.random.default_rng([7, laws]), 0, []
     for v in SIZES:
         for _ in range(12):
-            feeds = _case(rng, 8, v, laws)
-            found += _differing(rejection_aten.decomposed, feeds)
+            feeds = slot_case(rng, 8, v, laws)
+            found += differing(rejection_aten.decomposed, feeds)
             slots += 8
     assert slots >= 1000
     assert all(explained for _, explained in found), found
     assert len(found) < 1e-3 * slots
 
 
-def _exact() -> list[Feeds]:
-    """Boundaries that float32 hits exactly: tokens of equal weight, uniforms of few bits."""
-    rng, cases = np.random.default_rng(0), []
-    quarters = np.array([0.0, 0.25, 0.5, 0.75])
-    laws = np.array([[0, 1, 0, 0], [1, 1, 1, 1], [0.25] * 4, [0.5, 0, 0.5, 0]])
-    for ask in [(1.0, 0, 1.0), (1.0, 2, 1.0), (1.0, 0, 0.5), (2.0, 4, 0.75)]:
-        for accept, law in itertools.product(quarters[:3], laws):
-            feeds = uniform_batch(np.zeros((16, 2, 5)), rng, *ask)
-            feeds["logits"][:, :, 4] = -np.inf
-            feeds["draft_ids"][:, 0] = np.repeat(np.arange(4), 4)
-            feeds["accept_uniforms"][:] = accept
-            feeds["pick_uniforms"][:] = np.tile(quarters, 4)[:, None]
-            one = np.append(law, 0).astype(np.float32)
-            cases += [feeds, feeds | {"draft_probs": np.tile(one, (16, 1, 1))}]
-    return cases
-
-
 def test_boundaries_that_float32_hits_exactly_go_where_the_meaning_says() -> None:
-    assert not [d for feeds in _exact() for d in _differing(rejection_aten.decomposed, feeds)]
+    assert not [d for feeds in exact_cases() for d in differing(rejection_aten.decomposed, feeds)]
 
 
 def test_a_large_vocabulary_is_walked_to_float32_precision() -> None:
@@ -110,12 +42,12 @@ def test_a_large_vocabulary_is_walked_to_float32_precision() -> None:
     for ask in [(1.0, 0, 1.0), (1.5, 0, 0.9), (1.0, 1000, 0.99)]:
         feeds = uniform_batch(rng.standard_normal((2, 2, v)), rng, *ask)
         feeds["pick_uniforms"][:] = 1 - 10.0 ** rng.uniform(-7, 0, (2, 2))
-        assert all(explained for _, explained in _differing(rejection_aten.decomposed, feeds))
+        assert all(explained for _, explained in differing(rejection_aten.decomposed, feeds))
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS + LARGE, ids=str)
 def test_the_law_of_the_form_is_the_targets_law(scenario: Any) -> None:
-    assert law_error(_step(rejection_aten.decomposed), scenario) <= 1e-6
+    assert law_error(step(rejection_aten.decomposed), scenario) <= 1e-6
 
 
 @pytest.mark.parametrize("laws", [False, True])
@@ -124,13 +56,13 @@ def test_a_slot_does_not_see_its_neighbours_nor_the_rows_after_its_own(laws: boo
     for v in (7, 200, 1025):
         feeds = random_case(rng, 6, 3, v, laws)
         alone = [
-            _run(rejection_aten.decomposed, {n: a[b : b + 1].copy() for n, a in feeds.items()})
+            run(rejection_aten.decomposed, {n: a[b : b + 1].copy() for n, a in feeds.items()})
             for b in range(6)
         ]
         for b, count in enumerate(feeds["num_drafts"]):
             feeds["logits"][b, count + 1 :] = rng.choice([np.nan, np.inf, -np.inf], (3 - count, v))
         feeds["logits"][5] = np.nan
-        tokens, accepted = _run(rejection_aten.decomposed, feeds)
+        tokens, accepted = run(rejection_aten.decomposed, feeds)
         for b in range(5):
             np.testing.assert_array_equal(tokens[b], alone[b][0][0])
             assert accepted[b] == alone[b][1][0]
@@ -140,19 +72,19 @@ def test_no_stop_ids_at_all_and_a_broken_draft_law_are_served() -> None:
     rng = np.random.default_rng(2)
     feeds = random_case(rng, 8, 2, 30, laws=True)
     feeds["stop_ids"] = np.zeros((8, 0), np.int32)
-    assert not _differing(rejection_aten.decomposed, feeds)
+    assert not differing(rejection_aten.decomposed, feeds)
     feeds["draft_probs"][:4, :, 3] = np.nan
-    assert not _differing(rejection_aten.decomposed, feeds)
+    assert not differing(rejection_aten.decomposed, feeds)
 
 
 def test_ids_and_uniforms_out_of_range_stay_inside_the_vocabulary() -> None:
     feeds = random_case(np.random.default_rng(4), 8, 3, 30, laws=True)
     feeds["draft_ids"][:] = np.array([-7, 30, 10**9], np.int32)
     feeds["stop_ids"][:, 0], feeds["num_drafts"][:] = 10**9, 100
-    assert not _differing(rejection_aten.decomposed, feeds)
+    assert not differing(rejection_aten.decomposed, feeds)
     for name in ("accept_uniforms", "pick_uniforms"):
         feeds[name][:] = 1
-    tokens, _ = _run(rejection_aten.decomposed, feeds)
+    tokens, _ = run(rejection_aten.decomposed, feeds)
     assert ((tokens >= -1) & (tokens < 30)).all()
 
 
@@ -210,17 +142,18 @@ def test_a_form_with_one_thing_wrong_is_found_out(name: str) -> None:
 def _caught(form: Form) -> bool:
     rng = np.random.default_rng(9)
     try:
-        if any(_differing(form, feeds) for feeds in _exact()):
+        if any(differing(form, feeds) for feeds in exact_cases()):
             return True
         for laws, v in itertools.product((False, True), (7, 60, 200)):
             for _ in range(3):
-                if any(not explained for _, explained in _differing(form, _case(rng, 8, v, laws))):
+                if any(
+                    not explained for _, explained in differing(form, slot_case(rng, 8, v, laws))
+                ):
                     return True
-        return max(law_error(_step(form), s) for s in SCENARIOS) > 1e-6
+        return max(law_error(step(form), s) for s in SCENARIOS) > 1e-6
     except (RuntimeError, IndexError):  # an index left its tensor
         return True
 
 
 def test_the_searches_for_mutants_pass_the_form_itself() -> None:
     assert not _caught(rejection_aten.decomposed)
-    assert set(INTEGERS) < set(SHAPES)
