@@ -23,7 +23,7 @@ from qwen_mtp.export import converters
 from qwen_mtp.export.air_passes import Interface, finish
 from qwen_mtp.export.blueprint import Blueprint
 from qwen_mtp.export.lowering import CHECKS
-from qwen_mtp.export.torchair import Writer, bring_up
+from qwen_mtp.export.torchair import Writer, bring_up, quiet
 from qwen_mtp.ge.proto import load_air
 from qwen_mtp.ge.soc import find_soc
 from qwen_mtp.graphs.spec import AscendChoice, GraphSpec
@@ -98,13 +98,14 @@ def convert(program: ExportedProgram) -> Converted:
     weights = [parameters[node.name] for node in inputs if node.name in parameters]
     with TemporaryDirectory() as folder:
         try:
-            torchair.dynamo_export(
-                *_stand_ins([node.meta["val"] for node in inputs]),
-                model=_Flat(program.graph_module),
-                export_path=folder,
-                export_name=_NAME,
-                dynamic=False,
-            )
+            with quiet():
+                torchair.dynamo_export(
+                    *_stand_ins([node.meta["val"] for node in inputs]),
+                    model=_Flat(program.graph_module),
+                    export_path=folder,
+                    export_name=_NAME,
+                    dynamic=False,
+                )
         except Exception as error:  # dynamo wraps whatever a converter raises
             raise ExportError(f"torchair cannot convert the graph: {_reason(error)}") from error
         model = load_air(Path(folder) / f"{_NAME}.air")

@@ -1,4 +1,4 @@
-"""Writes the folder ``ascend`` of a package: models, the ATC commands and a note for the device."""
+"""Writes the folder ``ascend`` of a package: models, ATC commands, a note for the device."""
 
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ from google.protobuf import text_format
 from qwen_mtp.export.air import compose_air
 from qwen_mtp.export.form import Form
 from qwen_mtp.export.plan import Plan
+from qwen_mtp.export.torchair import Writer
 from qwen_mtp.ge.wheel import find_wheel
 from qwen_mtp.graphs.manifest import AscendTarget
 from qwen_mtp.graphs.spec import AscendChoice
@@ -70,15 +71,18 @@ def write_air(plan: Plan, directory: Path, progress: Progress) -> Form:
     assert plan.ascend is not None
     folder = directory / FOLDER
     (folder / WEIGHTS).mkdir(parents=True)
-    names = []
+    names: list[str] = []
+    writers: set[Writer] = set()
     for spec, model, writer in compose_air(
         plan.blueprint, plan.ascend, WEIGHTS, lambda name: progress.phase(f"graph {name}")
     ):
         _write_model(folder / spec.name, model)
         names.append(spec.name)
+        writers.add(writer)
     (folder / "atc.sh").write_text(_script(plan.ascend, names), encoding="utf-8")
     text = _README.format(lowering=plan.ascend.lowering, soc=plan.ascend.soc_version)
     (folder / "README.md").write_text(text, encoding="utf-8")
+    (writer,) = writers
     return Form(
         "ascend",
         f"{FOLDER}/{{graph}}.air",

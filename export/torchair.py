@@ -18,8 +18,9 @@ import os
 import re
 import sys
 import types
+import warnings
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from ctypes.util import find_library
 from functools import cache
 from typing import Any, Literal
@@ -68,7 +69,7 @@ def bring_up() -> tuple[Any, Writer]:
     writer = _native(wheel) or _stand_in(wheel)
     sys.path.insert(0, str(wheel.root / "dynamo"))
     try:
-        with _quiet():
+        with quiet():
             torchair = importlib.import_module("torchair")
             importlib.import_module(_TENSOR_LENGTHS)
     except ModuleNotFoundError as missing:
@@ -234,15 +235,9 @@ def _schemas(wheel: Wheel) -> Iterator[str]:
     yield from found.values()
 
 
-class _quiet:  # noqa: N801
-    """torchair warns about what is missing in an environment without an NPU."""
-
-    def __enter__(self) -> None:
-        import warnings
-
-        self._catch = warnings.catch_warnings()
-        self._catch.__enter__()
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence torchair about the missing NPU, and dynamo about torch's own deprecations."""
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-
-    def __exit__(self, *error: Any) -> None:
-        self._catch.__exit__(*error)
+        yield

@@ -112,7 +112,7 @@ def _narrow(data: Floats, dtype: str, name: str) -> NDArray[Any]:
         narrow = data.astype(dtype)
     if not np.isfinite(narrow).all():
         raise CheckpointError(
-            f"{name} holds {np.abs(data).max():.3g}, more than {dtype} can; export it as bf16 or fp32"
+            f"{name} holds {np.abs(data).max():.3g}, more than {dtype} can; export as bf16 or fp32"
         )
     return narrow
 

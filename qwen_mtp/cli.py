@@ -17,6 +17,7 @@ import click
 import msgspec
 
 from qwen_mtp.errors import MissingExtraError, PackageError, QwenMtpError, VerificationError
+from qwen_mtp.graphs.spec import AscendChoice
 from qwen_mtp.options import (
     DEFAULT_LOOKAHEAD,
     DEFAULT_SOC,
@@ -28,7 +29,6 @@ from qwen_mtp.options import (
     sampling_options,
     threads_option,
 )
-from qwen_mtp.graphs.spec import AscendChoice
 from qwen_mtp.progress import Lines, Progress, Silent
 
 EXIT_ERROR, EXIT_VERIFICATION = 1, 3

@@ -65,6 +65,8 @@ def write_golden(directory: Path, progress: Progress = _SILENT) -> bool:
         OSError: The file cannot be written.
     """
     manifest = load_manifest(directory)
+    if manifest.ascend is not None:
+        return False
     geometry = _small(manifest.geometry)
     size = (directory / manifest.weights_file).stat().st_size
     if size > LARGEST or geometry.max_model_len > manifest.geometry.max_model_len:
