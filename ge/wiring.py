@@ -180,15 +180,16 @@ def check_order(wires: Sequence[Wire], states: Sequence[State]) -> None:
     """Whether edges alone decide what every reader of a state sees.
 
     Raises:
-        PackageError: A read and a write, or two writes, are in no order, or a write leads to no
-            output.
+        PackageError: A read and a write, or two writes, are in no order, a write leads to no
+            output, or a state is never written.
     """
-    touched = [state for state in states if state.writers]
-    if not touched:
+    if not states:
         return
     past = _ancestors(wires)
     kept = next((past[i] for i, wire in enumerate(wires) if wire.type == "NetOutput"), 0)
-    for state in touched:
+    for state in states:
+        if not state.writers:
+            raise PackageError(f"nothing writes the state {state.name}; export again")
         for i, writer in enumerate(state.writers):
             if not kept >> writer & 1:
                 raise PackageError(

@@ -236,7 +236,7 @@ def test_a_state_is_updated_in_place_and_outputs_are_never_its_memory() -> None:
 
 def test_what_is_not_a_state_is_not_changed_in_place() -> None:
     graph = GraphBuilder()
-    copied = graph.op("TensorMove", {"x": graph.ref("s", X)})
+    copied = graph.op("TensorMove", {"x": graph.data("s", X)})
     written = _stored(graph, copied)
     model = graph.model(written, graph.op("Neg", {"x": copied}, name="neg"))
     state = X.clone()
@@ -288,6 +288,20 @@ def test_a_write_that_leads_nowhere_is_an_error_and_a_control_edge_mends_it() ->
             state = X.clone()
             Interpreter(model, no_weights).run({"x": X, "s": state})
             assert torch.equal(state[1], Y[0])
+
+
+def test_a_state_that_nothing_writes_is_an_error() -> None:
+    graph = GraphBuilder()
+    model = graph.model(graph.op("Neg", {"x": graph.ref("s", X)}))
+    with pytest.raises(PackageError, match="nothing writes the state s"):
+        Interpreter(model, no_weights)
+
+
+def test_a_write_into_a_view_of_a_state_is_an_error() -> None:
+    graph = GraphBuilder()
+    view = graph.op("Reshape", {"x": graph.ref("s", X), "shape": graph.const([6, 2])}, name="v")
+    with pytest.raises(PackageError, match="it writes v, a view of s"):
+        Interpreter(graph.model(_stored(graph, view)), no_weights)
 
 
 def test_a_write_into_a_constant_is_an_error() -> None:
