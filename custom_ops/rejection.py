@@ -241,6 +241,7 @@ REJECTION_SAMPLE = Operator(
     onnx=rejection_onnx.rejection_sample,
     decomposed=rejection_aten.decomposed,
     ge=rejection_ge.rejection_sample,
+    kernels=(rejection_ge.OP_TYPE,),
 )
 
 REJECTION_SAMPLE_LAWS = Operator(
@@ -251,4 +252,5 @@ REJECTION_SAMPLE_LAWS = Operator(
     onnx=rejection_onnx.rejection_sample_laws,
     decomposed=rejection_aten.decomposed,
     ge=rejection_ge.rejection_sample,
+    kernels=(rejection_ge.OP_TYPE,),
 )

@@ -17,5 +17,6 @@ OUTPUTS = ("tokens", "num_accepted_drafts")
 def rejection_sample(*inputs: Any, meta_outputs: Any = None) -> Any:
     """The torchair converter of both operators; ``draft_probs`` is optional in the prototype."""
     named = dict(zip(ALL_INPUTS, inputs, strict=False))
-    custom_op = import_module("torchair.ge").custom_op
-    return custom_op(OP_TYPE, inputs=named, outputs=list(OUTPUTS), attrs={})
+    # Not ``torchair.ge.custom_op``: that asks whether the package is installed on this machine.
+    ge_op = import_module("torchair._ge_concrete_graph.compat_ir").ge_op
+    return ge_op(op_type=OP_TYPE, inputs=named, outputs=list(OUTPUTS), attrs={})

@@ -222,8 +222,6 @@ def _starts(x: Tensor, query_start_loc: Tensor | None) -> list[int]:
 def _rejection_sample(node: Node) -> Function:
     from qwen_mtp.custom_ops.rejection import meaning
 
-    node.irrelevant("lookahead")  # it repeats a shape
-
     def sample(**inputs: Tensor) -> tuple[Tensor, Tensor]:
         tokens, accepted = meaning(**{name: value.numpy() for name, value in inputs.items()})
         return torch.from_numpy(tokens), torch.from_numpy(accepted)

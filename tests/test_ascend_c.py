@@ -15,6 +15,7 @@ import torch
 
 from qwen_mtp.custom_ops.rejection import REJECTION_SAMPLE, REJECTION_SAMPLE_LAWS
 from qwen_mtp.custom_ops.rejection_ge import ALL_INPUTS, OP_TYPE, OUTPUTS
+from qwen_mtp.ge import sampler
 from tests.rejection_graphs import INTEGERS, SHAPES, uniform_batch
 from tests.rejection_law import SCENARIOS, law_error
 from tests.rejection_slots import Form, differing, exact_cases, run, slot_case, step
@@ -58,6 +59,15 @@ def test_the_operator_definition_is_the_prototype() -> None:
         "ascend910_93",
         "ascend310p",
     ]
+
+
+def test_the_checker_of_graphs_knows_the_prototype() -> None:
+    port = r"\.(OPTIONAL_)?(INPUT|OUTPUT)\((\w+), TensorType\(\{DT_(\w+)\}\)\)"
+    found = [
+        (side.capitalize(), name, "OPTIONAL" if optional else "REQUIRED", kind)
+        for optional, side, name, kind in re.findall(port, sampler.PROTOTYPE)
+    ]
+    assert (sampler.OP_TYPE, found) == (OP_TYPE, _ports())
 
 
 def test_the_input_of_msopgen_is_the_prototype() -> None:

@@ -133,13 +133,15 @@ def user_of(entry: Entry) -> Any:
         edge = b.op("TopKV2", {"x": x, "k": k}, ("values", "indices"), **more)
         return b.end([(edge, "float32", (2,))])
     if entry.op == "MtpRejectionSample":
-        ports = {"target_probs": (4, 9), "draft_probs": (3, 9), "u": (3,), "r": (1,)}
-        edges = {name: b.data(name, "float32", shape) for name, shape in ports.items()}
-        edges["draft_ids"] = b.data("draft_ids", "int32", (3,))
-        order = ("target_probs", "draft_probs", "draft_ids", "u", "r")
-        outputs = ("tokens", "num_accepted")
-        edge = b.op(entry.op, {n: edges[n] for n in order}, outputs, lookahead=3)
-        return b.end([(edge, "int32", (4,))])
+        drafts, slot, ints = (2, 3), (2,), {"draft_ids", "num_drafts", "top_k", "banned_rows"}
+        ports: dict[str, tuple[int, ...]] = {"logits": (2, 4, 16), "draft_ids": drafts}
+        ports |= {"num_drafts": slot, "accept_uniforms": drafts, "pick_uniforms": (2, 4)}
+        ports |= {"temperature": slot, "top_k": slot, "top_p": slot, "banned_rows": slot}
+        ports |= {"stop_ids": (2, 5)}
+        kinds = {n: "int32" if n in ints | {"stop_ids"} else "float32" for n in ports}
+        edges = {name: b.data(name, kinds[name], shape) for name, shape in ports.items()}
+        edge = b.op(entry.op, edges, ("tokens", "num_accepted_drafts"))
+        return b.end([(edge, "int32", (2, 4))])
     if entry.op == "RecurrentGatedDeltaRule":
         half = {
             name: ("float16", *rest) if dtype == "bfloat16" else (dtype, *rest)

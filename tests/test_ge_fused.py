@@ -285,6 +285,6 @@ def test_the_sampler_is_the_meaning_of_the_operator() -> None:
         "banned_rows": _ints(0),
         "stop_ids": _ints(-1).reshape(1, 1),
     }
-    tokens, count = evaluate("MtpRejectionSample", inputs, {}, ("tokens", "num_accepted"))
+    tokens, count = evaluate("MtpRejectionSample", inputs, {}, ("tokens", "num_accepted_drafts"))
     assert tokens.tolist() == [[4, 2, -1]]
     assert count.tolist() == [1]
