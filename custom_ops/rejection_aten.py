@@ -70,9 +70,9 @@ def decomposed(
     place, none = torch.arange(rows).view(1, rows, 1), torch.full((1, 1, 1), -1)
     column = (slots, 1, 1)
     laws = draft_probs if rows > 1 else None
-    x = _banned(_padded(logits.float()), place.lt(banned_rows.view(column)), stop_ids, size)
+    x = _banned(_padded(logits.float()), place.lt(banned_rows.long().view(column)), stop_ids, size)
     r = _rows(x, temperature.view(column), top_k.view(column), top_p.view(column), size)
-    real = place.lt(num_drafts.view(column))
+    real = place.lt(num_drafts.long().view(column))
     d = _drafts(draft_ids.long(), real, accept_uniforms, laws, size)
     accepted = torch.where(r.greedy, r.best.eq(d.ids), _sampled_accepts(r, d))
     refused = accepted.logical_and(d.ids.ge(0)).logical_not().logical_or(r.lawless)

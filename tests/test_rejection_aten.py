@@ -17,6 +17,7 @@ from tests.rejection_law import LARGE, SCENARIOS, law_error
 from tests.rejection_slots import Form, differing, exact_cases, run, slot_case, step
 
 SIZES = (2, 3, 7, 16, 17, 60, 200, 1000, 1025, 3001, 5000)
+PROMOTING = {"add", "sub", "mul", "div", "eq", "lt", "le", "gt", "ge", "minimum", "maximum"}
 FORBIDDEN = {"index_put", "cumprod", "amax", "all", "unfold", "nonzero", "isin", "rand"}
 
 
@@ -91,7 +92,9 @@ def test_ids_and_uniforms_out_of_range_stay_inside_the_vocabulary() -> None:
 @pytest.mark.parametrize(
     "operator", [REJECTION_SAMPLE, REJECTION_SAMPLE_LAWS], ids=lambda o: o.name
 )
-def test_the_form_is_a_few_aten_operators_without_float64_or_control_flow(operator: Any) -> None:
+def test_the_form_is_a_few_aten_operators_without_float64_control_flow_or_promotion(
+    operator: Any,
+) -> None:
     feeds = random_case(np.random.default_rng(0), 2, 3, 5000, operator is REJECTION_SAMPLE_LAWS)
     args = tuple(torch.from_numpy(a) for a in feeds.values())
     graph = make_fx(lambda *a: operator.decomposed(*a), tracing_mode="fake")(*args).graph
@@ -102,6 +105,8 @@ def test_the_form_is_a_few_aten_operators_without_float64_or_control_flow(operat
     assert not {n.target._opname for n in calls} & FORBIDDEN
     assert sum(n.target._opname == "sort" for n in calls) == 1
     assert not [n for n in calls if "float64" in str(n.meta["val"])]
+    for node in (n for n in calls if n.target._opname in PROMOTING):
+        assert len({x.meta["val"].dtype for x in node.all_input_nodes}) == 1, node
     assert len(calls) < 240
 
 
