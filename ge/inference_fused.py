@@ -103,14 +103,21 @@ def _quant_matmul(call: Call) -> Sequence[Value]:
 
 
 def _weight_quant_matmul(call: Call) -> Sequence[Value]:
-    x, weight = call["x"], call["weight"]
-    scale, turned = call["antiquant_scale"], call.flag("transpose_weight")
+    x, scale, turned = call["x"], call["antiquant_scale"], call.flag("transpose_weight")
+    weight = _unpacked(call["weight"])
     shape = _matrices(call, x, weight, (call.flag("transpose_x"), turned))
     inner = weight.shape[-1] if turned else weight.shape[-2]
     same_dtype(x, scale)
     _shaped(call, "antiquant_offset", scale.shape, scale.dtype)
     _groups(call.int_attr("antiquant_group_size", 0), inner, shape[-1], scale, turned)
     return (Value("DT_INT8" if call.get("quant_scale") else x.dtype, shape),)
+
+
+def _unpacked(weight: Value) -> Value:
+    """An int32 carries eight int4 that are neighbours in the last dimension."""
+    if weight.dtype != "DT_INT32":
+        return weight
+    return Value("DT_INT4", (*weight.shape[:-1], 8 * weight.shape[-1]))
 
 
 def _groups(group: int, inner: int, columns: int, scale: Value, turned: bool) -> None:

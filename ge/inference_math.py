@@ -102,7 +102,7 @@ def _matmul(call: Call) -> Sequence[Value]:
     x1, x2 = call["x1"], call["x2"]
     require(len(x1.shape) == 2 == len(x2.shape), f"{x1} by {x2} is no product of two matrices")
     shape = _product(x1, x2, call.flag("transpose_x1"), call.flag("transpose_x2"))
-    return (_biased(call, Value(same_dtype(x1, x2), shape)),)
+    return (_biased(call, Value(_product_dtype(x1, x2), shape)),)
 
 
 def _batch_matmul(call: Call) -> Sequence[Value]:
@@ -110,7 +110,12 @@ def _batch_matmul(call: Call) -> Sequence[Value]:
     require(min(len(x1.shape), len(x2.shape)) >= 2, f"{x1} by {x2} lacks a matrix")
     shape = _product(x1, x2, call.flag("adj_x1"), call.flag("adj_x2"))
     batch = broadcast(x1.shape[:-2], x2.shape[:-2])
-    return (_biased(call, Value(same_dtype(x1, x2), batch + shape)),)
+    return (_biased(call, Value(_product_dtype(x1, x2), batch + shape)),)
+
+
+def _product_dtype(x1: Value, x2: Value) -> str:
+    dtype = same_dtype(x1, x2)
+    return "DT_INT32" if dtype in ("DT_INT8", "DT_INT4") else dtype
 
 
 def _product(x1: Value, x2: Value, turn1: bool, turn2: bool) -> Shape:

@@ -132,6 +132,13 @@ OVERLAY: tuple[Entry, ...] = (
         "vllm-ascend's operator package for 310P declares float16 under the same name",
     ),
     Widened(
+        "WeightQuantBatchMatmulV2",
+        ("weight",),
+        ("DT_INT32",),
+        "torch_npu documents int4 weights as int32, eight to one; CANN's newer definition of the "
+        "operator lists int32",
+    ),
+    Widened(
         "Muls",
         ("x", "y"),
         ("DT_BF16",),

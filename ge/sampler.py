@@ -1,4 +1,4 @@
-"""The sampler's own operator, where it is exported as one operator instead of a graph."""
+"""The sampler's own operator, for exports that leave the sampler one operator of a package."""
 
 from collections.abc import Sequence
 
@@ -17,21 +17,21 @@ PROTOTYPE = """
 
 
 def _sample(call: Call) -> Sequence[Value]:
-    logits = call["logits"]
-    require(len(logits.shape) == 3, f"logits is {logits}, not slots by rows by vocabulary")
-    slots, rows, vocabulary = logits.shape
-    each, drafts = (slots,), (slots, rows - 1)
-    wanted: dict[str, tuple[int, ...]] = {
-        **dict.fromkeys(("num_drafts", "temperature", "top_k", "top_p", "banned_rows"), each),
-        **dict.fromkeys(("draft_ids", "accept_uniforms"), drafts),
-        "pick_uniforms": (slots, rows),
-        "stop_ids": (slots, *call["stop_ids"].shape[1:2]),
-        "draft_probs": (*drafts, vocabulary),
+    require(len(call["logits"].shape) == 3, f"logits is {call['logits']}, not [B, R, V]")
+    batch, rows, vocabulary = call["logits"].shape
+    drafts = rows - 1
+    wanted = {
+        "draft_ids": (batch, drafts),
+        "accept_uniforms": (batch, drafts),
+        "pick_uniforms": (batch, rows),
+        **dict.fromkeys(("num_drafts", "temperature", "top_k", "top_p", "banned_rows"), (batch,)),
     }
+    if call.get("draft_probs") is not None:
+        wanted["draft_probs"] = (batch, drafts, vocabulary)
     for name, shape in wanted.items():
-        given = call.get(name)
-        require(given is None or given.shape == shape, f"{name} is {given}, not {list(shape)}")
-    return Value("DT_INT32", (slots, rows)), Value("DT_INT32", (slots,))
+        require(call[name].shape == shape, f"{name} is {call[name]}, not {list(shape)}")
+    require(call["stop_ids"].shape[:1] == (batch,), f"stop_ids is {call['stop_ids']}")
+    return Value("DT_INT32", (batch, rows)), Value("DT_INT32", (batch,))
 
 
 RULES: dict[str, Rule] = {OP_TYPE: _sample}

@@ -133,15 +133,16 @@ def user_of(entry: Entry) -> Any:
         edge = b.op("TopKV2", {"x": x, "k": k}, ("values", "indices"), **more)
         return b.end([(edge, "float32", (2,))])
     if entry.op == "MtpRejectionSample":
-        drafts, slot, ints = (2, 3), (2,), {"draft_ids", "num_drafts", "top_k", "banned_rows"}
-        ports: dict[str, tuple[int, ...]] = {"logits": (2, 4, 16), "draft_ids": drafts}
-        ports |= {"num_drafts": slot, "accept_uniforms": drafts, "pick_uniforms": (2, 4)}
-        ports |= {"temperature": slot, "top_k": slot, "top_p": slot, "banned_rows": slot}
-        ports |= {"stop_ids": (2, 5)}
-        kinds = {n: "int32" if n in ints | {"stop_ids"} else "float32" for n in ports}
-        edges = {name: b.data(name, kinds[name], shape) for name, shape in ports.items()}
+        ports = sampler()
+        edges = {name: b.data(name, dtype, shape) for name, (dtype, *shape) in ports.items()}
         edge = b.op(entry.op, edges, ("tokens", "num_accepted_drafts"))
         return b.end([(edge, "int32", (2, 4))])
+    if entry.op == "WeightQuantBatchMatmulV2":
+        x = b.data("x", "bfloat16", (4, 64))
+        packed, scale = b.weight("w", "int32", (64, 2)), b.weight("s", "bfloat16", (2, 16))
+        inputs = {"x": x, "weight": packed, "antiquant_scale": scale}
+        edge = b.op(entry.op, inputs, antiquant_group_size=32)
+        return b.end([(edge, "bfloat16", (4, 16))])
     if entry.op == "RecurrentGatedDeltaRule":
         half = {
             name: ("float16", *rest) if dtype == "bfloat16" else (dtype, *rest)
@@ -324,6 +325,14 @@ CASES: dict[str, tuple[Callable[[], str], str]] = {
         ),
         "DT_BF16[4, 6]",
     ),
+    "products of bytes are summed in words": (
+        lambda: one("MatMulV2", {"x1": ("int8", 4, 8), "x2": ("int8", 8, 6)}),
+        "DT_INT32[4, 6]",
+    ),
+    "a drawn token for each row": (
+        lambda: one("MtpRejectionSample", sampler(), ("tokens", "num_accepted_drafts")),
+        "DT_INT32[2, 4]; DT_INT32[2]",
+    ),
     "groups of a quantised weight have a scale each": (
         lambda: one(
             "WeightQuantBatchMatmulV2",
@@ -405,6 +414,23 @@ CASES: dict[str, tuple[Callable[[], str], str]] = {
         "FusedInferAttentionScore: sparse_mode 3 needs a mask of 2048 x 2048, found None",
     ),
 }
+
+
+def sampler() -> dict[str, Any]:
+    slot, row = (2,), (2, 4)
+    return {
+        "logits": ("float32", *row, 9),
+        "draft_ids": ("int32", 2, 3),
+        "num_drafts": ("int32", *slot),
+        "accept_uniforms": ("float32", 2, 3),
+        "pick_uniforms": ("float32", *row),
+        "temperature": ("float32", *slot),
+        "top_k": ("int32", *slot),
+        "top_p": ("float32", *slot),
+        "banned_rows": ("int32", *slot),
+        "stop_ids": ("int32", 2, 16),
+        "draft_probs": ("float32", 2, 3, 9),
+    }
 
 
 def delta(**changed: Any) -> dict[str, Any]:
