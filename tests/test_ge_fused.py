@@ -234,6 +234,22 @@ def test_the_convolution_leaves_the_padding_slot_alone() -> None:
     assert torch.equal(after[0], u[0])
 
 
+def test_the_convolution_in_place_is_the_other_one() -> None:
+    states, u = _rand(1, TAPS - 1, WIDTH, seed=1), _rand(1, 3, WIDTH, seed=2)
+    inputs = {
+        "x": u,
+        "weight": _rand(TAPS, WIDTH, seed=9),
+        "conv_states": states,
+        "num_computed_tokens": _ints(0),
+    }
+    attrs = {"activation_mode": 1, "residual_connection": 0}
+    inplace = evaluate("InplaceFusedCausalConv1d", inputs, attrs, ("conv_states", "x"))
+    zeros = {**inputs, "conv_states": torch.zeros_like(states), "num_computed_tokens": _ints(7)}
+    apart = evaluate("FusedCausalConv1d", zeros, attrs, ("conv_states", "y"))
+    assert torch.equal(inplace[0], apart[0])
+    assert torch.equal(inplace[1], apart[1])
+
+
 def test_dynamic_quantisation_is_exact_to_half_a_step_of_each_row() -> None:
     x = _rand(4, 64) * torch.tensor([[1.0], [100.0], [1e-3], [0.0]])
     y, scale = evaluate(
