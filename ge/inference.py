@@ -29,6 +29,7 @@ RULES: Mapping[str, Rule] = {
 }
 
 
+MAX_RANK = 8  # GE's tensors have no more dimensions
 UNKNOWN = ("DT_FLOAT", "DT_UNDEFINED")  # declared where nobody knew better
 
 
@@ -145,6 +146,8 @@ def _publish(node: Node, values: Sequence[Value], found: Inferred) -> None:
     if len(values) != len(node.outputs):
         found.fail(node, "inference", f"{len(node.outputs)} outputs, {len(values)} are computed")
     for i, (value, desc) in enumerate(zip(values, node.outputs, strict=False)):
+        if len(value.shape) > MAX_RANK:
+            found.fail(node, "inference", f"{value} has more than {MAX_RANK} dimensions")
         found.values[f"{node.name}:{i}"] = value
         _dtype_fits(node, desc, value, found)
     for desc in node.inputs:

@@ -218,8 +218,9 @@ def _int(name: str, value: int) -> Change:
 
 def _dtype(name: str, value: int) -> Change:
     def change(place: Place) -> bool:
+        same = place.op.attr[name].dt == value
         place.op.attr[name].dt = value
-        return True
+        return not same
 
     return change
 
@@ -433,6 +434,12 @@ def _other_weight(place: Place) -> bool:
     return False
 
 
+def _summed(place: Place) -> bool:
+    place.op.attr.pop("noop_with_empty_axes", None)
+    place.op.type = "ReduceSum"
+    return True
+
+
 def _float(name: str, factor: float) -> Change:
     def change(place: Place) -> bool:
         if name not in place.op.attr:
@@ -467,7 +474,7 @@ _VALUES: dict[str, tuple[str, Change]] = {
     "equal becomes unequal": (r"Equal", _type("NotEqual")),
     "and becomes or": (r"LogicalAnd", _type("LogicalOr")),
     "greatest becomes least": (r"Maximum", _type("Minimum")),
-    "a mean becomes a sum": (r"ReduceMean", _type("ReduceSum")),
+    "a mean becomes a sum": (r"ReduceMean", _summed),
     "a sum becomes a maximum": (r"ReduceSum", _type("ReduceMax")),
     "a cosine becomes a sine": (r"Cos", _type("Sin")),
     "a sigmoid becomes a tanh": (r"Sigmoid", _type("Tanh")),

@@ -595,7 +595,38 @@ def test_every_rule_is_of_an_operator_that_is_declared() -> None:
     assert [name for name in RULES if prototypes()(name) is None] == []
 
 
-# Against torchair's own notes
+# Against what runs and what was traced
+
+
+def test_inferred_dtypes_and_shapes_are_those_of_a_run(tmp_path: Path) -> None:
+    """Every tensor of the graph becomes an output of it."""
+    import torch
+
+    from qwen_mtp.ge.interpreter import Interpreter, WeightFiles
+
+    model = layer()
+    values = infer(nodes_of(model)).values
+    sources = {"Data", "RefData", "Const", "FileConstant"}
+    inner = [op for op in model.graph[0].op if op.type not in {*sources, "NetOutput"}]
+    edges = [f"{op.name}:{i}" for op in inner for i in range(len(op.output_desc))]
+    end = model.graph[0].op[-1]
+    del end.input[:], end.input_desc[:]
+    for i, edge in enumerate(edges):
+        end.input.append(edge)
+        end.input_desc.add(name=f"input{i}")
+    write_weights(tmp_path)
+    inputs = {
+        "ids": torch.tensor([3, 1, 4, 15], dtype=torch.int32),
+        "start": torch.tensor([2], dtype=torch.int32),
+        "pool": torch.zeros(6, 2, 3),
+    }
+    found = Interpreter(model, WeightFiles(tmp_path), edges).run(inputs)
+    names = {torch.float32: "DT_FLOAT", torch.int32: "DT_INT32", torch.int64: "DT_INT64"}
+    names[torch.bool] = "DT_BOOL"
+    assert len(edges) > 25
+    for edge in edges:
+        ran = (names[found[edge].dtype], tuple(found[edge].shape))
+        assert (values[edge].dtype, values[edge].shape) == ran, edge
 
 
 @pytest.mark.slow
