@@ -74,7 +74,9 @@ def decomposed(
     r = _rows(x, temperature.view(column), top_k.view(column), top_p.view(column), size)
     real = place.lt(num_drafts.long().view(column))
     d = _drafts(draft_ids.long(), real, accept_uniforms, laws, size)
-    accepted = torch.where(r.greedy, r.best.eq(d.ids), _sampled_accepts(r, d))
+    # Not torch.where: GE's SelectV2 of older CANN takes no bools to choose from.
+    drawn = _sampled_accepts(r, d).logical_and(r.greedy.logical_not())
+    accepted = r.best.eq(d.ids).logical_and(r.greedy).logical_or(drawn)
     refused = accepted.logical_and(d.ids.ge(0)).logical_not().logical_or(r.lawless)
     # The running count of refusals is zero exactly before the first one; the bonus row is one.
     count = _count(refused.float().cumsum(1).eq(0), 1)  # [B, 1, 1]
