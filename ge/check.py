@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from qwen_mtp.ge import structure
+from qwen_mtp.ge import states, structure
 from qwen_mtp.ge.conformity import check_dtypes, check_prototypes
 from qwen_mtp.ge.inference import RULES, Inferred, infer
 from qwen_mtp.ge.prototypes import Prototypes
@@ -51,7 +51,8 @@ def _structure(
 ) -> Iterator[Finding]:
     yield from structure.check_edges(nodes)
     yield from structure.check_port_names(nodes)
-    yield from structure.check_used(nodes)
+    yield from states.check_used(nodes)
+    yield from states.check_states(nodes)
     yield from structure.check_constants(nodes)
     yield from structure.check_reproducible(model)
     if spec is not None:

@@ -18,7 +18,6 @@ from qwen_mtp.ge.view import SOURCES, Finding, Node, split_ref
 from qwen_mtp.graphs.spec import GraphSpec, TensorSpec
 
 _INPUTS = ("Data", "RefData")
-_VIEWS = ("Reshape", "Identity", "TensorMove", "Unsqueeze", "Squeeze")
 # What differs between two exports of the same thing, or tells where one was made.
 _TRACES = {
     "an address or a time": re.compile(rb"\d{9,}|0x[0-9a-fA-F]{6,}|\d{4}-\d\d-\d\d[T ]\d\d:"),
@@ -68,40 +67,6 @@ def check_port_names(nodes: Sequence[Node]) -> Iterator[Finding]:
                 wanted = [d.name for d in descs]
                 message = f"{side}s are listed as {listed}, declared {wanted}"
                 yield Finding(node.name, "port names", f"{node.type}: {message}")
-
-
-def check_used(nodes: Sequence[Node]) -> Iterator[Finding]:
-    """Every operator's result is read, or written into a state; every state is written."""
-    read = {split_ref(ref)[0] for node in nodes for ref in node.refs if ref}
-    read |= {control for node in nodes for control in node.controls}
-    states = {f"{node.name}:0": node.name for node in nodes if node.type == "RefData"}
-    views = {f"{n.name}:0": n.refs[0] for n in nodes if n.type in _VIEWS and n.refs}
-    written: dict[str, str] = {}
-    for node in nodes:
-        changed = _changed(node)
-        written |= {_origin(ref, views): ref for ref in changed if ref not in written}
-        exempt = node.type in (*_INPUTS, "NetOutput")
-        if not exempt and node.name not in read and not changed & states.keys():
-            yield Finding(node.name, "unused", f"{node.type}: nothing reads it")
-    for ref, name in states.items():
-        if ref not in written:
-            yield Finding(name, "state", "RefData: it is never written")
-        elif written[ref] != ref:
-            message = f"RefData: it is written through {written[ref]}, which may be a copy"
-            yield Finding(name, "state", message)
-
-
-def _origin(ref: str, views: dict[str, str]) -> str:
-    while ref in views:
-        ref = views[ref]
-    return ref
-
-
-def _changed(node: Node) -> set[str]:
-    """Edges whose tensor the operator overwrites: inputs that are outputs by the same name."""
-    names = {desc.name for desc in node.outputs}
-    pairs = zip(node.inputs, node.refs, strict=False)
-    return {ref for desc, ref in pairs if desc.name in names and node.type not in _INPUTS}
 
 
 def check_interface(nodes: Sequence[Node], spec: GraphSpec) -> Iterator[Finding]:

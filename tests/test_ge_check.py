@@ -31,6 +31,10 @@ def findings(model: Any, soc: str = B4, **given: Any) -> list[str]:
     return [str(f) for f in check_graph(model, prototypes(), find_soc(soc), **given)]
 
 
+def ops(model: Any) -> Any:
+    return model.graph[0].op
+
+
 # Prototypes
 
 
@@ -528,6 +532,32 @@ def test_a_state_written_through_a_view_is_found() -> None:
     assert [f.split(", which")[0] for f in found] == [
         "state: state: RefData: it is written through Reshape/2:0"
     ]
+
+
+def test_a_read_that_no_edge_puts_before_the_write_is_found() -> None:
+    b = GraphBuilder()
+    state = b.data("state", "float32", (2, 4), "RefData")
+    new, at = b.data("x", "float32", (1, 4)), b.const([[1]], "int32")
+    b.op("ScatterNdUpdate", {"var": state, "indices": at, "updates": new}, ("var",), name="write")
+    old = b.op("Neg", {"x": state}, name="read")
+    model = b.end([(old, "float32", (2, 4)), ("write:0", "float32", (2, 4))])
+    assert findings(model) == ["state: state: RefData: read reads it in no order with write"]
+    *before, write, read, end = (type(op).FromString(op.SerializeToString()) for op in ops(model))
+    write.input.append("read:-1")
+    del ops(model)[:]
+    ops(model).extend([*before, read, write, end])
+    assert findings(model) == []
+
+
+def test_a_write_that_leads_to_no_output_is_found() -> None:
+    b = GraphBuilder()
+    state = b.data("state", "float32", (2, 4), "RefData")
+    value = b.data("x", "float32", (2, 4))
+    b.op("Assign", {"ref": state, "value": value}, ("ref",), name="write")
+    model = b.end([(b.op("Neg", {"x": value}), "float32", (2, 4))])
+    assert findings(model) == ["unused: write: Assign: it leads to no output"]
+    model.graph[0].op[-1].input.append("write:-1")
+    assert findings(model) == []
 
 
 # Processors
