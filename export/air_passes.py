@@ -21,6 +21,7 @@ _KEPT = {
     *(f"_{side}_name_{part}" for side in ("input", "output") for part in ("key", "value")),
     "_inference_rule",
 }
+_CONTROL = ":-1"  # the port of an edge that carries no value
 _COPIES = ("Identity", "TensorMove")
 _SOURCES = ("Data", "RefData", "FileConstant")
 
@@ -58,9 +59,9 @@ def finish(model: Any, interface: Interface) -> Any:
     """
     graph = _Graph(model.graph[0])
     graph.name_inputs(interface)
-    graph.drop_outputs(len(interface.spec.outputs))
     graph.merge_constants()
     graph.drop_copies()
+    graph.write_states(interface.spec)
     graph.drop_unread({t.name for t in interface.spec.inputs})
     graph.name_outputs([t.name for t in interface.spec.outputs])
     graph.name_others()
@@ -114,10 +115,24 @@ class _Graph:
         inputs += [_input(t, i, "RefData") for i, t in enumerate(kept, len(plain))]
         self.ops = [*weights, *inputs, *rest]
 
-    def drop_outputs(self, count: int) -> None:
-        output = self._output()
+    def write_states(self, spec: GraphSpec) -> None:
+        """Of the values of states that change in place only the order stays: a control edge.
+
+        Without it nothing would lead from the last write to the output, and the compiler removes
+        what leads nowhere. A value that no operator has written into the state is assigned.
+        """
+        output, count = self._output(), len(spec.outputs)
+        places = {op.name: op for op in self.ops}
+        writers = []
+        for name, edge in zip(spec.in_place, output.input[count:], strict=True):
+            writer = places[edge.rpartition(":")[0]]
+            if not any(_changes(writer, e) for e in writer.input if e == f"{name}:0"):
+                writer = _assign(f"op/assign/{name}", name, edge)
+                self.ops.insert(-1, writer)
+            writers.append(writer.name)
         del output.input[count:]
         del output.input_desc[count:]
+        output.input.extend(f"{name}{_CONTROL}" for name in dict.fromkeys(writers))
         _port_names(output, [f"input{i}" for i in range(count)], [])
 
     def merge_constants(self) -> None:
@@ -213,7 +228,8 @@ def _check_shapes(data: Sequence[Any], used: Sequence[StoredTensor | TensorSpec]
 def _changes(op: Any, edge: str) -> bool:
     """Whether ``op`` overwrites what ``edge`` brings: it has an output of that input's name."""
     outputs = {desc.name for desc in op.output_desc}
-    named = zip(op.input, op.input_desc, strict=True)
+    values = (e for e in op.input if not e.endswith(_CONTROL))
+    named = zip(values, op.input_desc, strict=True)
     return any(e == edge and desc.name in outputs for e, desc in named)
 
 
@@ -242,6 +258,15 @@ def _copy(name: str, edge: str) -> Any:
     op.input_desc.add(name="x", layout="ND")
     op.output_desc.add(name="y", layout="ND")
     _port_names(op, ["x"], ["y"])
+    return op
+
+
+def _assign(name: str, state: str, edge: str) -> Any:
+    op = messages().OpDef(name=name, type="Assign", input=[f"{state}:0", edge])
+    for port in ("ref", "value"):
+        op.input_desc.add(name=port, layout="ND")
+    op.output_desc.add(name="ref", layout="ND")
+    _port_names(op, ["ref", "value"], ["ref"])
     return op
 
 
