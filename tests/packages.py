@@ -7,7 +7,8 @@ from shutil import rmtree
 from tempfile import mkdtemp
 from typing import Any
 
-from qwen_mtp.export.package import plan_export, staged, write_package
+from qwen_mtp.export.package import staged, write_package
+from qwen_mtp.export.plan import plan_export
 from qwen_mtp.graphs.spec import Geometry
 from qwen_mtp.progress import Silent
 from qwen_mtp.runtime.package import Package

@@ -12,7 +12,8 @@ import torch
 from qwen_mtp.custom_ops import attention, causal_conv, delta_rule, linear
 from qwen_mtp.custom_ops.operator import const
 from qwen_mtp.export import lowering
-from qwen_mtp.export.package import plan_export, write_package
+from qwen_mtp.export.package import write_package
+from qwen_mtp.export.plan import plan_export
 from qwen_mtp.graphs.spec import Geometry, WeightFormat
 from qwen_mtp.progress import Silent
 from qwen_mtp.runtime.package import Package

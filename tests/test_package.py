@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 
 import qwen_mtp
 from qwen_mtp.errors import ExportError, RequestError
-from qwen_mtp.export.package import plan_export, staged, write_package
+from qwen_mtp.export.package import staged, write_package
+from qwen_mtp.export.plan import plan_export
 from qwen_mtp.graphs.manifest import MANIFEST
 from qwen_mtp.graphs.weights import PAGE
 from qwen_mtp.progress import Silent

@@ -23,7 +23,8 @@ from qwen_mtp.custom_ops.operator import MICROSOFT
 from qwen_mtp.custom_ops.torch_library import ops
 from qwen_mtp.errors import MissingExtraError, PackageError
 from qwen_mtp.export import lowering
-from qwen_mtp.export.package import file_entry, plan_export, write_package
+from qwen_mtp.export.package import file_entry, write_package
+from qwen_mtp.export.plan import plan_export
 from qwen_mtp.golden import write_golden
 from qwen_mtp.graphs.manifest import MANIFEST, load_manifest
 from qwen_mtp.graphs.spec import Geometry
