@@ -1,16 +1,30 @@
 """Whether a chip can do what an export asks for; refused before anything is traced."""
 
+from dataclasses import replace
+
 from qwen_mtp.errors import ExportError
 from qwen_mtp.ge.soc import Soc, check_format, check_rows, find_soc
 from qwen_mtp.graphs.spec import Activation, AscendChoice, Geometry, WeightFormat
 
 # Operators that this project, or another, builds as a package beside CANN.
 PACKAGED = ("FusedCausalConv1d", "MtpRejectionSample", "RecurrentGatedDeltaRule")
+RECURRENT = "RecurrentGatedDeltaRule"
+_FUSED_ONLY = ("FusedCausalConv1d", RECURRENT)  # they keep state in the layout of fused graphs
 _FULL: dict[WeightFormat, Activation] = {
     "fp32": "float32",
     "fp16": "float16",
     "bf16": "bfloat16",
 }
+
+
+def canonical(choice: AscendChoice) -> AscendChoice:
+    """The choice with the chip as ATC spells it and its operators ascending, each once.
+
+    Raises:
+        ExportError: The chip is unknown.
+    """
+    ops = tuple(sorted(set(choice.custom_ops)))
+    return replace(choice, soc_version=find_soc(choice.soc_version).name, custom_ops=ops)
 
 
 def lacking(choice: AscendChoice) -> frozenset[str]:
@@ -61,25 +75,34 @@ def check_choice(choice: AscendChoice, geometry: Geometry) -> None:
     """
     soc = find_soc(choice.soc_version)
     for name in choice.custom_ops:
-        if name not in PACKAGED:
-            raise ExportError(f"custom operator {name}: known are {', '.join(PACKAGED)}")
+        _check_custom_op(name, choice)
     check_format(soc, geometry.format, geometry.dtype)
-    check_rows(soc, choice.lowering, geometry.max_rows)
     if geometry.format == "int4" and choice.lowering != "fused":
         raise ExportError(
             "format int4: standard operators have no such product; use fused or int8"
         )
-    if choice.lowering == "fused":
-        _check_kernels(soc, geometry)
+    if choice.lowering == "fused" and RECURRENT not in lacking(choice):
+        _check_recurrent(soc, geometry)
 
 
-def _check_kernels(soc: Soc, geometry: Geometry) -> None:
+def _check_custom_op(name: str, choice: AscendChoice) -> None:
+    if name not in PACKAGED:
+        raise ExportError(f"custom operator {name}: unknown; known are {', '.join(PACKAGED)}")
+    if name in _FUSED_ONLY and choice.lowering != "fused":
+        raise ExportError(
+            f"custom operator {name}: portable graphs do not use it; choose the fused lowering"
+        )
+
+
+def _check_recurrent(soc: Soc, geometry: Geometry) -> None:
+    """What the kernel that advances the recurrent state takes."""
     wanted: Activation = "float16" if soc.family == "310P" else "bfloat16"
     if geometry.dtype != wanted:
         raise ExportError(
             f"{soc.name}: fused kernels keep their state in {wanted}, not {geometry.dtype}; "
             "choose that or the portable lowering"
         )
+    check_rows(soc, "fused", geometry.max_rows)
 
 
 def _is_small(choice: AscendChoice) -> bool:

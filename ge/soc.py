@@ -9,23 +9,28 @@ Sources, all public:
   inference series" is 310P) in the doc strings of the wheel's ``_op_plugin_docs.py`` and in the
   README of each operator in CANN's ops-nn and ops-transformer repositories.
 * dtypes: ATB's notes say that the Atlas inference series does not support bfloat16.
-* rows: a verify pass hands RecurrentGatedDeltaRule and FusedInferAttentionScore one sequence of
-  K + 1 rows; vllm-ascend states 16 for A2 and A3 and 8 for 310P, the doc string of the wheel 8.
+* float32: the documents of aclnnMatmul and its kin say that the Atlas inference series cannot keep
+  float32 in a product, only turn it into float16.
+* rows: a verify pass hands RecurrentGatedDeltaRule one sequence of K + 1 rows; vllm-ascend's build
+  takes 16 on A2 and A3 and 8 on 310P. CANN's own kernel may take fewer: the doc string of the
+  wheel says 8. Where that is so, K must be at most 7; no such release could be tried.
 * int4: npu_weight_quant_batchmatmul takes int4 weights in groups on A2 and A3, on 310P int8 per
   channel alone.
+* 310P: npu_quant_matmul takes no scale per row there, npu_dynamic_quant and npu_swiglu do not list
+  it, npu_rotary_mul wants heads of 128. What it lacks is written in standard operators instead.
+  Its recurrent kernel is vllm-ascend's, an operator package.
 
 FusedCausalConv1d is documented for Ascend 950 only and for kernels of width 3, so no processor
-here has it by itself.
+here has it by itself. MtpRejectionSample is this project's own.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 from qwen_mtp.errors import ExportError
-from qwen_mtp.graphs.spec import WeightFormat
+from qwen_mtp.graphs.spec import Lowering, WeightFormat
 
 Family = Literal["910B", "910_93", "310P"]
-Lowering = Literal["portable", "fused"]
 
 # Not part of CANN for any of these; a package of operators beside it may bring them.
 _NOWHERE = frozenset({"FusedCausalConv1d", "InplaceFusedCausalConv1d", "MtpRejectionSample"})
@@ -33,8 +38,13 @@ _NOT_310P = _NOWHERE | {
     "FusedInferAttentionScore",
     "ScatterPaKvCache",
     "RecurrentGatedDeltaRule",
+    "RotaryMul",
     "RotaryPositionEmbedding",
     "ApplyRotaryPosEmb",
+    "SwiGlu",
+    "DynamicQuant",
+    "QuantBatchMatmulV3",
+    "WeightQuantBatchMatmulV2",
 }
 _COMMON = frozenset(
     {"DT_FLOAT", "DT_FLOAT16", "DT_BOOL", "DT_INT8", "DT_UINT8", "DT_INT16"}
@@ -47,11 +57,9 @@ _BIG_KERNELS: dict[str, frozenset[str]] = {
 }
 _SMALL_KERNELS: dict[str, frozenset[str]] = {
     "RecurrentGatedDeltaRule": frozenset({"DT_FLOAT16"}),  # vllm-ascend's package for 310P
-    "DynamicQuant": frozenset({"DT_FLOAT16"}),
-    "WeightQuantBatchMatmulV2": frozenset({"DT_FLOAT16"}),
 }
 _BIG: tuple[WeightFormat, ...] = ("fp32", "fp16", "bf16", "int8", "int4")
-_SMALL: tuple[WeightFormat, ...] = ("fp32", "fp16", "int8")
+_SMALL: tuple[WeightFormat, ...] = ("fp16", "int8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +72,7 @@ class Soc:
         aicore: The name that operator packages build for.
         dtypes: Dtypes of its tensors.
         lacks: Operator types of ours that it has no kernel for.
-        max_fused_rows: Rows K + 1 of a verify pass that its fused kernels take.
+        max_fused_rows: Rows K + 1 of a verify pass that its recurrent kernel takes.
         weight_formats: Formats it has matrix products for.
         memory_gb: Device memory of the smallest card with it, in GB; a hint, not a limit.
     """
@@ -125,7 +133,7 @@ def find_soc(name: str) -> Soc:
 
 
 def check_rows(soc: Soc, lowering: Lowering, rows: int) -> None:
-    """Check the widest verify pass; portable graphs have no limit of their own.
+    """Check the widest verify pass; graphs without the recurrent kernel have no limit.
 
     Args:
         soc: The processor.
@@ -133,13 +141,13 @@ def check_rows(soc: Soc, lowering: Lowering, rows: int) -> None:
         rows: K + 1.
 
     Raises:
-        ExportError: Fused kernels of this processor take fewer rows.
+        ExportError: The kernel for this processor takes fewer rows.
     """
     limit = soc.max_fused_rows
     if lowering == "fused" and rows > limit:
         raise ExportError(
-            f"{soc.name}: {rows - 1} drafts make passes of {rows} rows, fused kernels take "
-            f"{limit}; export with at most {limit - 1} drafts or the portable lowering"
+            f"{soc.name}: {rows - 1} drafts make passes of {rows} rows, RecurrentGatedDeltaRule "
+            f"can take {limit}; export with at most {limit - 1} drafts or the portable lowering"
         )
 
 
@@ -159,13 +167,5 @@ def check_format(soc: Soc, weights: WeightFormat, activation: str) -> None:
         raise ExportError(f"{soc.name}: no matrix product takes {weights} weights; use {known}")
     if activation == "bfloat16" and "DT_BF16" not in soc.dtypes:
         raise ExportError(f"{soc.name}: it does not compute in bfloat16; use float16")
-
-
-def check_lowering(soc: Soc, lowering: Lowering) -> None:
-    """Check that the processor has the fused kernels at all.
-
-    Raises:
-        ExportError: It has none and ``lowering`` is ``fused``.
-    """
-    if lowering == "fused" and "FusedInferAttentionScore" in soc.lacks:
-        raise ExportError(f"{soc.name}: it has no fused attention; use the portable lowering")
+    if activation == "float32" and soc.family == "310P":
+        raise ExportError(f"{soc.name}: its products of float32 are computed in float16; use that")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from qwen_mtp.config import ModelConfig
 from qwen_mtp.errors import ExportError, MissingExtraError, VerificationError
-from qwen_mtp.ge.choice import activation_dtype, check_choice, has_fused_attention
+from qwen_mtp.ge.choice import activation_dtype, canonical, check_choice, has_fused_attention
 from qwen_mtp.ge.wheel import find_wheel
 from qwen_mtp.graphs.spec import Activation, AscendChoice, Geometry, Layout, WeightFormat
 from qwen_mtp.progress import Progress, Silent
@@ -124,6 +124,7 @@ def plan_package(
     if max_model_len is None:
         limit = ModelConfig.from_checkpoint(checkpoint).max_position_embeddings
         max_model_len = min(DEFAULT_MODEL_LEN, limit)
+    ascend = None if ascend is None else canonical(ascend)
     paged_attention = ascend is not None and has_fused_attention(ascend)
     geometry = Geometry(
         max_num_seqs=max_num_seqs,
