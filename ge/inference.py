@@ -4,9 +4,9 @@ torchair leaves most descriptors without a shape and some with a default dtype, 
 both when it compiles. So does this: what it finds is held against the prototypes, against what
 the graph declares where that can be trusted, and against the interface of the graph.
 
-Declarations are trusted on graph inputs, constants and ``NetOutput``, dtype and shape. Elsewhere
-a declared shape is ignored, and a declared ``DT_FLOAT`` too: it is what torchair writes where it
-does not know, as is no dtype at all.
+Declarations are trusted on graph inputs, constants and ``NetOutput``, dtype and shape, and
+wherever else a shape is declared. A dtype without one is trusted unless it is ``DT_FLOAT``: that
+is what torchair writes where it does not know, as is no dtype at all.
 """
 
 from collections.abc import Mapping, Sequence
@@ -149,16 +149,21 @@ def _publish(node: Node, values: Sequence[Value], found: Inferred) -> None:
         if len(value.shape) > MAX_RANK:
             found.fail(node, "inference", f"{value} has more than {MAX_RANK} dimensions")
         found.values[f"{node.name}:{i}"] = value
-        _dtype_fits(node, desc, value, found)
+        _fits(node, desc, value, found)
     for desc in node.inputs:
         known = found.calls[-1].inputs.get(desc.name)
         if known is not None:
-            _dtype_fits(node, desc, known, found)
+            _fits(node, desc, known, found)
 
 
-def _dtype_fits(node: Node, desc: Descriptor, value: Value, found: Inferred) -> None:
-    if desc.dtype not in (value.dtype, *UNKNOWN):
-        found.fail(node, "declared", f"{desc.name} is declared {desc.dtype}, it is {value.dtype}")
+def _fits(node: Node, desc: Descriptor, value: Value, found: Inferred) -> None:
+    if desc.shape:
+        right = (desc.dtype, desc.shape) == (value.dtype, value.shape)
+    else:
+        right = desc.dtype in (value.dtype, *UNKNOWN)
+    if not right:
+        declared = Value(desc.dtype, desc.shape)
+        found.fail(node, "declared", f"{desc.name} is declared {declared}, it is {value}")
 
 
 def _outputs_fit(node: Node, call: Call, found: Inferred) -> None:

@@ -1,6 +1,6 @@
 """Wrong GE graphs are refused: by the checks, or, where only values differ, by a run."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +8,14 @@ import pytest
 
 from qwen_mtp.errors import PackageError
 from qwen_mtp.ge.check import check_graph
+from qwen_mtp.ge.proto import load_air
 from qwen_mtp.ge.soc import find_soc
+from qwen_mtp.graphs.spec import GraphSpec, Lowering
+from qwen_mtp.runtime.package import Package
+from tests.air_packages import air_package
 from tests.ge_graphs import SPEC, layer, needs_wheel, prototypes, weights
 from tests.ge_mutants import static_mutants, value_mutants
+from tests.packages import random_checkpoint
 
 pytestmark = needs_wheel
 
@@ -94,3 +99,43 @@ def test_a_run_tells_every_value_mutant_from_the_graph(folder: Path) -> None:
         if all(same(right[seed], run(made, folder, seed)) for seed in seeds)
     ]
     assert missed == []
+
+
+def graphs_of(package: Package) -> Iterator[tuple[Any, Callable[[Any], list[str]]]]:
+    """Each graph, and what is wrong with a model in its place."""
+    manifest = package.manifest
+    assert manifest.ascend is not None
+    soc = find_soc(manifest.ascend.choice.soc_version)
+    for spec in manifest.graphs:
+        path = package.directory / manifest.model_path(spec.name)
+
+        def check(model: Any, spec: GraphSpec = spec, folder: Path = path.parent) -> list[str]:
+            return [str(f) for f in check_graph(model, prototypes(), soc, spec, folder)]
+
+        yield load_air(path), check
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lowering", ["portable", "fused"])
+@pytest.mark.parametrize(
+    ("soc", "format"),
+    [("Ascend910B4", "int8"), ("Ascend910_9392", "bf16"), ("Ascend310P3", "fp16")],
+)
+def test_exported_graphs_have_no_findings(lowering: Lowering, soc: str, format: str) -> None:
+    package = air_package(random_checkpoint(), lowering, soc_version=soc, format=format)
+    for model, check in graphs_of(package):
+        assert check(model) == [], model.name
+
+
+@pytest.mark.slow
+def test_graphs_with_4_bit_weights_have_no_findings() -> None:
+    for model, check in graphs_of(air_package(random_checkpoint(), "fused", format="int4")):
+        assert check(model) == [], model.name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lowering", ["portable", "fused"])
+def test_static_mutants_of_exported_graphs_are_refused(lowering: Lowering) -> None:
+    for model, check in graphs_of(air_package(random_checkpoint(), lowering)):
+        assert [name for name, made in static_mutants(model) if not check(made)] == []
+        assert {name: check(made) for name, made in value_mutants(model) if check(made)} == {}
