@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from qwen_mtp.errors import ExportError
+from qwen_mtp.ge.inference import infer
 from qwen_mtp.ge.proto import ATTRIBUTE_CODES, TENSOR_TYPES
+from qwen_mtp.ge.values import Value
+from qwen_mtp.ge.view import nodes_of
 from qwen_mtp.ge.wheel import messages
 from qwen_mtp.graphs.spec import GraphSpec, TensorSpec
 from qwen_mtp.graphs.weights import StoredTensor
@@ -24,6 +27,7 @@ _KEPT = {
 _CONTROL = ":-1"  # the port of an edge that carries no value
 _COPIES = ("Identity", "TensorMove")
 _SOURCES = ("Data", "RefData", "FileConstant")
+_UNIQUE = (*_SOURCES, "NetOutput")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +63,12 @@ def finish(model: Any, interface: Interface) -> Any:
     """
     graph = _Graph(model.graph[0])
     graph.name_inputs(interface)
-    graph.merge_constants()
     graph.drop_copies()
     graph.write_states(interface.spec)
+    graph.drop_casts(graph.infer())
+    graph.merge_equal()
     graph.drop_unread({t.name for t in interface.spec.inputs})
+    graph.describe(graph.infer())
     graph.name_outputs([t.name for t in interface.spec.outputs])
     graph.name_others()
     return graph.model(interface.spec.name)
@@ -135,20 +141,50 @@ class _Graph:
         output.input.extend(f"{name}{_CONTROL}" for name in dict.fromkeys(writers))
         _port_names(output, [f"input{i}" for i in range(count)], [])
 
-    def merge_constants(self) -> None:
+    def merge_equal(self) -> None:
+        """Of operators with the same inputs and attributes one is enough.
+
+        Index arithmetic and masks stand in every layer of a traced graph, and constants wherever
+        they are used. What changes a state, or is an input, stays.
+        """
         seen: dict[tuple[object, ...], str] = {}
-        edges, kept = {}, []
+        edges: dict[str, str] = {}
+        kept = []
         for op in self.ops:
-            if op.type == "Const":
-                value = op.attr["value"].t
-                key = (value.desc.dtype, tuple(value.desc.shape.dim), value.data)
-                first = seen.setdefault(key, op.name)
+            op.input[:] = [edges.get(edge, edge) for edge in op.input]
+            if op.type not in _UNIQUE and not any(_changes(op, edge) for edge in op.input):
+                first = seen.setdefault(_key(op), op.name)
                 if first != op.name:
-                    edges[f"{op.name}:0"] = f"{first}:0"
+                    count = len(op.output_desc)
+                    edges |= {f"{op.name}:{i}": f"{first}:{i}" for i in range(count)}
                     continue
             kept.append(op)
         self.ops = kept
+
+    def drop_casts(self, values: Mapping[str, Value]) -> None:
+        """A converter casts every product to the type that it has already."""
+        edges = {}
+        for op in self.ops:
+            if op.type == "Cast":
+                source, own = (values.get(edge) for edge in (op.input[0], f"{op.name}:0"))
+                if source and own and source.dtype == own.dtype:
+                    edges[f"{op.name}:0"] = op.input[0]
+        gone = {edge.rpartition(":")[0] for edge in edges}
+        self.ops = [op for op in self.ops if op.name not in gone]
         self._reroute(edges)
+
+    def describe(self, values: Mapping[str, Value]) -> None:
+        """Write types and shapes, which torchair leaves to the compiler, into the file."""
+        for op in (op for op in self.ops if op.type not in _SOURCES):
+            edges = [edge for edge in op.input if not edge.endswith(_CONTROL)]
+            own = [f"{op.name}:{i}" for i in range(len(op.output_desc))]
+            described = (*op.input_desc, *op.output_desc)
+            for desc, edge in zip(described, (*edges, *own), strict=True):
+                if edge in values:
+                    _describe(desc, values[edge].dtype, values[edge].shape)
+
+    def infer(self) -> Mapping[str, Value]:
+        return infer(nodes_of(self.model("graph"))).values
 
     def drop_copies(self) -> None:
         """Copies keep a traced graph functional; here order and memory are the compiler's.
@@ -233,13 +269,23 @@ def _changes(op: Any, edge: str) -> bool:
     return any(e == edge and desc.name in outputs for e, desc in named)
 
 
+def _key(op: Any) -> tuple[object, ...]:
+    notes = {n for n in op.attr if n.startswith("_") and n not in _KEPT}
+    attributes = [
+        (name, value.SerializeToString(deterministic=True))
+        for name, value in sorted(op.attr.items())
+        if name not in notes
+    ]
+    return op.type, tuple(op.input), tuple(attributes)
+
+
 def _file(tensor: StoredTensor, folder: str) -> Any:
     op = messages().OpDef(name=tensor.name, type="FileConstant")
     op.attr["file_path"].s = f"{folder}/{tensor.name}".encode()
     op.attr["file_id"].s = tensor.name.encode()
     _list(op, "shape", tensor.shape)
     op.attr["dtype"].dt = ATTRIBUTE_CODES[TENSOR_TYPES[tensor.dtype]]
-    _describe(op.output_desc.add(name="y"), tensor)
+    _describe(op.output_desc.add(name="y"), TENSOR_TYPES[tensor.dtype], tensor.shape)
     _port_names(op, [], ["y"])
     return op
 
@@ -248,7 +294,7 @@ def _input(tensor: TensorSpec, index: int, kind: str) -> Any:
     op = messages().OpDef(name=tensor.name, type=kind)
     op.attr["index"].i = index
     for desc in (op.input_desc.add(name="x"), op.output_desc.add(name="y")):
-        _describe(desc, tensor)
+        _describe(desc, TENSOR_TYPES[tensor.dtype], tensor.shape)
     _port_names(op, ["x"], ["y"])
     return op
 
@@ -270,10 +316,10 @@ def _assign(name: str, state: str, edge: str) -> Any:
     return op
 
 
-def _describe(desc: Any, tensor: StoredTensor | TensorSpec) -> None:
+def _describe(desc: Any, dtype: str, shape: Sequence[int]) -> None:
     desc.layout = "ND"
-    desc.dtype = messages().DataType.Value(TENSOR_TYPES[tensor.dtype])
-    desc.shape.dim[:] = tensor.shape
+    desc.dtype = messages().DataType.Value(dtype)
+    desc.shape.dim[:] = shape
 
 
 def _list(op: Any, name: str, values: Iterable[int]) -> None:
