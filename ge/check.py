@@ -82,6 +82,3 @@ def _kernel(call: Call, soc: Soc) -> Iterator[Finding]:
     if taken is not None and first is not None and first.dtype not in taken:
         message = f"{node.type}: on {soc.name} it takes {', '.join(sorted(taken))}"
         yield Finding(node.name, "soc", f"{message}, not {first.dtype}")
-    quantised = node.type == "QuantBatchMatmulV3" and call.get("pertoken_scale") is not None
-    if soc.family == "310P" and quantised:
-        yield Finding(node.name, "soc", f"{node.type}: {soc.name} takes no pertoken_scale")
