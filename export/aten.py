@@ -15,7 +15,15 @@ from qwen_mtp.custom_ops.operator import const
 Form = Callable[..., Any]
 aten = torch.ops.aten
 
-ONNX_TYPES = {torch.float32: 1, torch.int32: 6, torch.int64: 7, torch.uint8: 2, torch.int8: 3}
+ONNX_TYPES = {
+    torch.float32: 1,
+    torch.uint8: 2,
+    torch.int8: 3,
+    torch.int32: 6,
+    torch.int64: 7,
+    torch.bool: 9,
+    torch.float16: 10,
+}
 _NUMPY = {torch.float32: np.float32, torch.int32: np.int32, torch.int64: np.int64}
 _END = np.iinfo(np.int64).max
 

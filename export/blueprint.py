@@ -20,19 +20,27 @@ class Blueprint:
         geometry: The static choices.
         specs: Every graph.
         groups: Which checkpoint tensors make which stored ones.
-        stored: The stored tensors. For ONNX Runtime they follow each other in one file; a GE
-            model reads each from a file of its own.
+        stored: The stored tensors. For ONNX they follow each other in one file; a GE model
+            reads each from a file of its own.
     """
 
-    def __init__(self, config: ModelConfig, geometry: Geometry) -> None:
-        """Build the fake modules and lay the weights out."""
+    def __init__(
+        self, config: ModelConfig, geometry: Geometry, *, own_files: bool = False
+    ) -> None:
+        """Build the fake modules and lay the weights out.
+
+        Args:
+            config: Sizes of the model.
+            geometry: The static choices.
+            own_files: Every stored tensor has a file of its own.
+        """
         self._mode = FakeTensorMode()
         with self._mode:
             self._model = Model(config, geometry)
         self.geometry = geometry
         self.specs: tuple[GraphSpec, ...] = graph_specs(config, geometry)
         self.groups: tuple[WeightGroup, ...] = tuple(weight_groups(self._model))
-        layout = _one_file if geometry.layout == "lazy" else _own_files
+        layout = _own_files if own_files else _one_file
         self.stored: tuple[StoredTensor, ...] = layout(self._model)
 
     def trace(self, spec: GraphSpec) -> torch.export.ExportedProgram:

@@ -8,10 +8,10 @@ import onnx_ir as ir
 import torch
 from torch.fx import Node
 
-from qwen_mtp.custom_ops.operator import NAMESPACE
+from qwen_mtp.custom_ops.operator import NAMESPACE, const
 from qwen_mtp.custom_ops.torch_library import OPERATORS
 from qwen_mtp.errors import ExportError
-from qwen_mtp.export.aten import FORMS, ONNX_TYPES
+from qwen_mtp.export.aten import FORMS, ONNX_TYPES, Form
 from qwen_mtp.graphs.layers import DTYPES
 from qwen_mtp.graphs.model import Graph
 from qwen_mtp.graphs.spec import DType, GraphSpec
@@ -20,7 +20,10 @@ TORCH_TYPES: dict[DType, torch.dtype] = {**DTYPES, "int32": torch.int32}
 _INPUT_TYPES = {"float32": ir.DataType.FLOAT, "int32": ir.DataType.INT32}
 _PLACEMENT = {"device", "layout", "pin_memory", "requires_grad"}
 CHECKS = {torch.ops.aten._assert_tensor_metadata.default}  # hold by construction
-_OWN = {getattr(getattr(torch.ops, NAMESPACE), o.name).default: o.onnx for o in OPERATORS}
+OWN: dict[str, Any] = {
+    o.name: getattr(getattr(torch.ops, NAMESPACE), o.name).default for o in OPERATORS
+}
+_FORMS: dict[Any, Form] = FORMS | {OWN[o.name]: o.onnx for o in OPERATORS}
 
 
 def trace(graph: Graph) -> torch.export.ExportedProgram:
@@ -37,6 +40,7 @@ def lower(
     op: Any,
     inputs: Sequence[ir.Value],
     weights: Mapping[str, ir.Value],
+    forms: Mapping[Any, Form] = _FORMS,
 ) -> list[ir.Value]:
     """Emit the nodes of a traced graph.
 
@@ -45,6 +49,7 @@ def lower(
         op: The onnxscript ``OpBuilder`` of the graph that receives the nodes.
         inputs: Values for the user inputs, in order.
         weights: Initializers by parameter name of :class:`~qwen_mtp.graphs.model.Model`.
+        forms: The ONNX form of each torch operator.
 
     Returns:
         The output values in order.
@@ -60,22 +65,42 @@ def lower(
             name = params.get(node.name)
             env[node] = weights[name.removeprefix("model.")] if name else next(given)
         elif node.op == "call_function" and node.target not in CHECKS:
-            env[node] = _emit(op, node, env)
+            known = all(_is_known(env[source]) for source in node.all_input_nodes)
+            env[node] = _evaluate(node, env) if known else _emit(op, node, env, forms)
         elif node.op == "output":
-            return [env[value] for value in node.args[0]]
+            return [_value(op, env[value]) for value in node.args[0]]
     raise AssertionError("a traced graph ends with its outputs")
 
 
-def _emit(op: Any, node: Node, env: Mapping[Node, Any]) -> Any:
+def _is_known(value: Any) -> bool:
+    """Whether a node's value depends on no input: it is a tensor then, or several."""
+    return all(isinstance(v, torch.Tensor) for v in _listed(value))
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else [value]
+
+
+def _evaluate(node: Node, env: Mapping[Node, Any]) -> Any:
+    args, keywords = torch.fx.map_arg((node.args, node.kwargs), env.__getitem__)
+    return node.target(*args, **keywords)  # type: ignore[operator]
+
+
+def _value(op: Any, value: Any) -> Any:
+    """What a form takes: a tensor that is known becomes a constant of the model."""
+    return const(op, value.numpy()) if isinstance(value, torch.Tensor) else value
+
+
+def _emit(op: Any, node: Node, env: Mapping[Node, Any], forms: Mapping[Any, Form]) -> Any:
     if node.target is operator.getitem:
         source, index = node.args
         return env[source][index]  # type: ignore[index]
-    form = _OWN.get(node.target) or FORMS.get(node.target)
+    form = forms.get(node.target)
     if form is None:
         raise ExportError(f"{node.target}: this torch operator has no ONNX form")
-    args = torch.fx.map_arg(node.args, env.__getitem__)
     keywords = {k: v for k, v in node.kwargs.items() if k not in _PLACEMENT}
-    values = form(op, *args, **torch.fx.map_arg(keywords, env.__getitem__))
+    arguments = torch.fx.map_arg((node.args, keywords), lambda source: _value(op, env[source]))
+    values = form(op, *arguments[0], **arguments[1])
     _annotate(node.meta["val"], values)
     return values
 

@@ -4,7 +4,7 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +16,7 @@ from qwen_mtp.export.air_package import write_air
 from qwen_mtp.export.compose import write_onnx
 from qwen_mtp.export.form import Form
 from qwen_mtp.export.plan import Plan
+from qwen_mtp.export.standard import write_standard
 from qwen_mtp.export.weights import write_weights
 from qwen_mtp.graphs.manifest import (
     FORMAT_VERSION,
@@ -49,7 +50,7 @@ def write_package(plan: Plan, directory: Path, progress: Progress) -> PackageMan
         OSError: The disk cannot be written; :func:`staged` names the remedy.
     """
     _check_space(plan, directory)
-    form = (write_air if plan.ascend else write_onnx)(plan, directory, progress)
+    form = _writer(plan)(plan, directory, progress)
     progress.phase("weights", plan.weight_bytes, "B")
     write_weights(
         lambda tensor: directory / form.weights_file.replace("{tensor}", tensor.name),
@@ -153,6 +154,12 @@ def _swap(staging: Path, package: Path, old: Path) -> None:
         if old.exists() and not package.exists():
             old.rename(package)
         raise
+
+
+def _writer(plan: Plan) -> Callable[[Plan, Path, Progress], Form]:
+    if plan.ascend is not None:
+        return write_air
+    return write_standard if plan.opset_domain == "standard" else write_onnx
 
 
 def _check_space(plan: Plan, directory: Path) -> None:

@@ -8,7 +8,7 @@ from qwen_mtp.errors import CheckpointError, ExportError
 from qwen_mtp.export.blueprint import Blueprint
 from qwen_mtp.export.checkpoint import Checkpoint
 from qwen_mtp.export.weights import check_sources
-from qwen_mtp.graphs.spec import AscendChoice, Geometry
+from qwen_mtp.graphs.spec import AscendChoice, Geometry, OpsetDomain
 from qwen_mtp.graphs.weights import file_bytes
 
 INTERPRETER = 500 << 20  # what torch and a traced model take, measured
@@ -25,7 +25,8 @@ class Plan:
         blueprint: The fake modules, the layout of the weight file and the signatures.
         used: Canonical names of the tensors that are read.
         unused: Tensors that stay behind, by canonical name.
-        ascend: What GE models are made for; None for ONNX Runtime.
+        ascend: What GE models are made for; None for ONNX.
+        opset_domain: Whose operators ONNX models use.
     """
 
     checkpoint: Checkpoint
@@ -34,6 +35,7 @@ class Plan:
     used: tuple[str, ...]
     unused: tuple[str, ...]
     ascend: AscendChoice | None = None
+    opset_domain: OpsetDomain = "microsoft"
 
     @property
     def config(self) -> ModelConfig:
@@ -55,7 +57,12 @@ class Plan:
         return INTERPRETER + int(LOADING * self.weight_bytes)
 
 
-def plan_export(directory: Path, geometry: Geometry, ascend: AscendChoice | None = None) -> Plan:
+def plan_export(
+    directory: Path,
+    geometry: Geometry,
+    ascend: AscendChoice | None = None,
+    opset_domain: OpsetDomain = "microsoft",
+) -> Plan:
     """Read the checkpoint's headers and work everything out without touching a weight.
 
     Raises:
@@ -74,9 +81,9 @@ def plan_export(directory: Path, geometry: Geometry, ascend: AscendChoice | None
             f"{directory}/config.json: mtp_num_hidden_layers is 0, there is no MTP head; "
             "export the target alone with --no-mtp"
         )
-    blueprint = Blueprint(config, geometry)
+    blueprint = Blueprint(config, geometry, own_files=ascend is not None)
     used = tuple(source.key for group in blueprint.groups for source in group.sources)
     spare = () if geometry.lookaheads else ("mtp.",)
     unused = checkpoint.check_coverage(used, allow_unused=spare)
     check_sources(checkpoint, blueprint.groups)
-    return Plan(checkpoint, geometry, blueprint, used, unused, ascend)
+    return Plan(checkpoint, geometry, blueprint, used, unused, ascend, opset_domain)

@@ -14,6 +14,7 @@ GraphKind = Literal["prefill", "target_verify", "mtp_draft"]
 StateKind = Literal["kv", "mtp_kv", "conv", "ssm", "stash"]
 WeightFormat = Literal["fp32", "fp16", "bf16", "int8", "int4", "int4_npu"]
 Layout = Literal["lazy", "paged", "slots"]
+OpsetDomain = Literal["microsoft", "standard"]
 
 ITEM_BYTES = {"float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1}
 STOP_IDS = 16  # width of the list of ids that ``min_tokens`` bans
@@ -79,6 +80,13 @@ class GraphSpec:
         """Inputs that the graph changes: states without an output of their new value."""
         renewed = {tensor.state for tensor in self.outputs}
         return tuple(t.name for t in self.inputs if t.state and t.state not in renewed)
+
+    @property
+    def all_outputs(self) -> tuple[TensorSpec, ...]:
+        """The outputs of a form that changes nothing in place: those states follow the others."""
+        changed = (t for t in self.inputs if t.name in self.in_place)
+        after = (TensorSpec(f"{t.name}.out", t.dtype, t.shape, t.state) for t in changed)
+        return (*self.outputs, *after)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,6 +83,7 @@ def export_command(
     checkpoint: Path,
     package: Path,
     target: str,
+    opset_domain: Any,
     format_: Any,
     lookaheads: tuple[tuple[int, ...], ...],
     max_model_len: int | None,
@@ -103,6 +104,8 @@ def export_command(
     """Export CHECKPOINT, a Hugging Face directory, to the package PACKAGE."""
     if no_mtp and lookaheads:
         raise click.UsageError("-k and --no-mtp exclude each other: drafts need the MTP head")
+    if target == "air" and opset_domain is not None:
+        raise click.UsageError("--opset-domain is for --target onnx")
     drafts = [k for group in lookaheads for k in group] or [DEFAULT_LOOKAHEAD]
     choices: dict[str, Any] = {
         "format": format_,
@@ -113,6 +116,7 @@ def export_command(
         "prefill_chunk": prefill_chunk,
         "ascend": _ascend(target, lowering, soc_version, custom_ops),
         "dtype": dtype,
+        "opset_domain": opset_domain or "microsoft",
     }
     with errors_as_lines():
         from qwen_mtp.describe import describe_package, describe_plan

@@ -59,8 +59,14 @@ def export_options(command: Callable[..., Any]) -> Callable[..., Any]:
             " for an Ascend NPU, which ATC compiles.",
         ),
         click.option(
+            "--opset-domain", type=click.Choice(["microsoft", "standard"]),
+            help="onnx: whose operators; standard is ai.onnx alone, with static shapes, for ATC"
+            " and other readers, and slower here  [default: microsoft]",
+        ),
+        click.option(
             "--format", "format_", type=click.Choice(["fp32", "fp16", "bf16", "int8", "int4"]),
-            default="int8", show_default=True, help="Weight format; fp16 and bf16 are for air.",
+            default="int8", show_default=True,
+            help="Weight format; fp16 and bf16 are for air, fp16 for standard ONNX too.",
         ),
         click.option(
             "-k", "--num-speculative-tokens", "lookaheads", type=LookaheadList(), multiple=True,

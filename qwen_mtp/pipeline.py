@@ -11,7 +11,14 @@ from qwen_mtp.config import ModelConfig
 from qwen_mtp.errors import ExportError, MissingExtraError, VerificationError
 from qwen_mtp.ge.choice import activation_dtype, canonical, check_choice, has_fused_attention
 from qwen_mtp.ge.wheel import find_wheel
-from qwen_mtp.graphs.spec import Activation, AscendChoice, Geometry, Layout, WeightFormat
+from qwen_mtp.graphs.spec import (
+    Activation,
+    AscendChoice,
+    Geometry,
+    Layout,
+    OpsetDomain,
+    WeightFormat,
+)
 from qwen_mtp.progress import Progress, Silent
 from qwen_mtp.runtime.package import Package
 from qwen_mtp.verify import record_verification, verify_package
@@ -25,6 +32,8 @@ BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 BLOCK_SIZE = 64
 # torch_npu's fused attention over pages of several rows takes blocks of 128 positions and more.
 FUSED_BLOCK_SIZES = (128, 256)
+# ONNX weight formats: unpacking 4 bits takes an operator that only ONNX Runtime has.
+FORMATS = {"microsoft": ("fp32", "int8", "int4"), "standard": ("fp32", "fp16", "int8")}
 _SILENT = Silent()
 
 
@@ -41,6 +50,7 @@ def export_package(
     mtp: bool = True,
     ascend: AscendChoice | None = None,
     dtype: Activation | None = None,
+    opset_domain: OpsetDomain = "microsoft",
     overwrite: bool = False,
     verify: bool = True,
     threads: int | None = None,
@@ -52,7 +62,7 @@ def export_package(
         checkpoint: Hugging Face directory with ``config.json`` and safetensors.
         package: Directory to make.
         format: Weight format: ``fp32``, ``int8`` (W8A8, per row and channel) or ``int4``; for
-            Ascend also ``fp16`` and ``bf16``.
+            Ascend also ``fp16`` and ``bf16``, for standard ONNX ``fp16`` but not ``int4``.
         lookaheads: Numbers of drafts a round, 1..15; each adds a draft graph and, beyond 1, a
             verify graph.
         max_model_len: Positions of a sequence, prompt included; None takes 4096, or what the
@@ -65,6 +75,9 @@ def export_package(
         ascend: Write GE models for an Ascend chip; None writes ONNX for ONNX Runtime.
         dtype: Activations and state of GE models; None takes what the weights are in, or for
             quantised ones the half precision of the chip.
+        opset_domain: Whose operators ONNX models use: ``microsoft`` has what ONNX Runtime runs
+            fast; ``standard`` is ``ai.onnx`` alone, a static model for each graph, for ATC's
+            ONNX parser and other readers.
         overwrite: Replace an existing package.
         verify: End with the parity check.
         threads: Threads of the parity check.
@@ -89,6 +102,7 @@ def export_package(
         prefill_chunk=prefill_chunk,
         ascend=ascend,
         dtype=dtype,
+        opset_domain=opset_domain,
     )
     target = Path(os.path.abspath(package))  # making it may replace the working directory
     with staged(target, overwrite=overwrite) as staging:
@@ -111,6 +125,7 @@ def plan_package(
     prefill_chunk: int,
     ascend: AscendChoice | None = None,
     dtype: Activation | None = None,
+    opset_domain: OpsetDomain = "microsoft",
 ) -> "Plan":
     """Work an export out without touching a weight; arguments as :func:`export_package`.
 
@@ -133,22 +148,32 @@ def plan_package(
         prefill_chunk=prefill_chunk,
         lookaheads=tuple(sorted(set(lookaheads))),
         format=format,
-        layout=_layout(ascend),
-        dtype="float32" if ascend is None else activation_dtype(ascend, format, dtype),
+        layout=_layout(ascend, opset_domain),
+        dtype=_dtype(ascend, format, dtype),
     )
     _check(geometry, FUSED_BLOCK_SIZES if paged_attention else BLOCK_SIZES)
     if ascend is None:
-        _check_onnx(geometry, dtype)
+        _check_onnx(geometry, dtype, opset_domain)
+    elif opset_domain != "microsoft":
+        raise ExportError("opset_domain is for ONNX: leave it out for Ascend")
     else:
         find_wheel()  # before any work
         check_choice(ascend, geometry)
-    return plan_export(Path(checkpoint), geometry, ascend)
+    return plan_export(Path(checkpoint), geometry, ascend, opset_domain)
 
 
-def _layout(ascend: AscendChoice | None) -> Layout:
+def _layout(ascend: AscendChoice | None, opset_domain: OpsetDomain) -> Layout:
     if ascend is None:
-        return "lazy"
+        return "paged" if opset_domain == "standard" else "lazy"
     return "slots" if ascend.lowering == "fused" else "paged"
+
+
+def _dtype(
+    ascend: AscendChoice | None, format: WeightFormat, dtype: Activation | None
+) -> Activation:
+    if ascend is not None:
+        return activation_dtype(ascend, format, dtype)
+    return "float16" if format == "fp16" else "float32"
 
 
 def _check(geometry: Geometry, block_sizes: Collection[int]) -> None:
@@ -163,11 +188,19 @@ def _check(geometry: Geometry, block_sizes: Collection[int]) -> None:
             raise ExportError(f"num_speculative_tokens is {k}: give 1..{MAX_LOOKAHEAD}")
 
 
-def _check_onnx(geometry: Geometry, dtype: Activation | None) -> None:
-    if geometry.format not in ("fp32", "int8", "int4"):
-        raise ExportError(f"format is {geometry.format!r}: give fp32, int8 or int4")
-    if dtype not in (None, "float32"):
-        raise ExportError(f"dtype is {dtype}: ONNX Runtime computes in float32; leave it out")
+def _check_onnx(geometry: Geometry, dtype: Activation | None, opset_domain: OpsetDomain) -> None:
+    formats = FORMATS.get(opset_domain)
+    if formats is None:
+        raise ExportError(f"opset_domain is {opset_domain!r}: give microsoft or standard")
+    if geometry.format not in formats:
+        wanted = f"{', '.join(formats[:-1])} or {formats[-1]}"
+        where = " in standard ONNX" if opset_domain == "standard" else ""
+        raise ExportError(f"format is {geometry.format!r}: give {wanted}{where}")
+    if dtype not in (None, geometry.dtype):
+        raise ExportError(
+            f"dtype is {dtype}: ONNX models of this format compute in {geometry.dtype}; "
+            "leave it out"
+        )
 
 
 def _verify(staging: Path, threads: int | None, progress: Progress) -> None:

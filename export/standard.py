@@ -1,0 +1,150 @@
+"""Standard ONNX: a model for each graph, in operators of ``ai.onnx`` and nothing else.
+
+For what reads ONNX but not the operators of ONNX Runtime, such as ATC's parser. It starts from
+the trace of every other back end: the operators of the product are replaced by their decomposed
+forms, and aten becomes ONNX one node at a time. Every dimension is a number, there are no
+functions and no subgraphs, and the models share the weight file beside them (docs/adr/0009).
+"""
+
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+from onnxscript import GraphBuilder
+from torch.export import ExportedProgram
+
+from qwen_mtp.custom_ops.torch_library import OPERATORS
+from qwen_mtp.export.blueprint import Blueprint
+from qwen_mtp.export.compose import WEIGHTS_FILE, external, finished
+from qwen_mtp.export.form import Form
+from qwen_mtp.export.lowering import OWN, lower
+from qwen_mtp.export.plan import Plan
+from qwen_mtp.export.standard_forms import DECOMPOSED
+from qwen_mtp.graphs.spec import GraphSpec, TensorSpec
+from qwen_mtp.progress import Progress
+
+OPSET = 18  # what it needs: reductions whose axes are inputs, integer Min and Max
+IR_VERSION = 8
+MODEL_FILE = "{graph}.onnx"
+SCRIPT = "atc-onnx.sh"
+# Their ONNX forms are one or two operators of ai.onnx; decomposed ones would spell them out.
+_KEPT = {o.name for o in OPERATORS if o.decomposed is None} | {"linear", "embedding"}
+_FORMS = DECOMPOSED | {OWN[o.name]: o.onnx for o in OPERATORS if o.name in _KEPT}
+_DECOMPOSITIONS = {OWN[o.name]: o.decomposed for o in OPERATORS if o.name not in _KEPT}
+_TYPES = {
+    "float32": ir.DataType.FLOAT,
+    "float16": ir.DataType.FLOAT16,
+    "int32": ir.DataType.INT32,
+}
+
+_ATC = """\
+#!/bin/sh
+# Compiles the ONNX models of this folder with ATC. Needs CANN: source its set_env.sh first.
+#
+#   sh atc-onnx.sh                               all graphs
+#   SOC_VERSION=Ascend310P3 sh atc-onnx.sh       for another chip
+#
+# The weights lie in one file that the models name relative to this folder, so ATC runs in it.
+# Types are kept as they are in the models.
+set -eu
+cd "$(dirname "$0")"
+SOC_VERSION="${{SOC_VERSION:-Ascend910B4}}"
+mkdir -p om
+for graph in {graphs}; do
+  echo "atc: $graph for $SOC_VERSION" >&2
+  atc --framework=5 --model="$graph.onnx" --output="om/$graph" --soc_version="$SOC_VERSION" \\
+    --input_format=ND --precision_mode_v2=origin --deterministic=1 --log=error "$@"
+done
+"""
+_README = """\
+# Graphs in standard ONNX
+
+One Qwen checkpoint with its MTP head: a model for each graph of `manifest.json`, opset {opset},
+operators of `ai.onnx` alone, every dimension a number. They were run with ONNX Runtime here, and
+have not been compiled or run on an NPU.
+
+| file | what |
+|---|---|
+| `*.onnx` | one model for each graph |
+| `weights.bin` | the weights of all models, as ONNX external data: keep it beside them |
+| `atc-onnx.sh` | the ATC commands |
+
+Where ATC is at hand: `source` CANN's `set_env.sh`, then `sh atc-onnx.sh`, which runs for each
+graph, in this folder,
+
+    {command}
+
+A state is an input and an output, `<state>` and `<state>.out`. What a graph gave as `<state>.out`
+is the `<state>` of the next one; the two may share memory where a state is a key/value pool
+(`*.key`, `*.value`), and only there. `qwen-mtp run` on the package does all this on a CPU.
+"""
+_COMMAND = (
+    "atc --framework=5 --model={graph}.onnx --output=om/{graph} --soc_version=Ascend910B4 "
+    "--input_format=ND --precision_mode_v2=origin --deterministic=1"
+)
+
+
+def write_standard(plan: Plan, directory: Path, progress: Progress) -> Form:
+    """Write ``<graph>.onnx`` for each graph and the ATC commands; the weights are the caller's.
+
+    Raises:
+        ExportError: An operator has no standard form.
+        OSError: A file cannot be written.
+    """
+    for spec in plan.blueprint.specs:
+        progress.phase(f"graph {spec.name}")
+        ir.save(standard_model(plan.blueprint, spec), directory / f"{spec.name}.onnx")
+    names = [spec.name for spec in plan.blueprint.specs]
+    script, note = _ATC.format(graphs=" ".join(names)), "\n    ".join(map(_command, names))
+    (directory / SCRIPT).write_text(script, encoding="utf-8")
+    text = _README.format(opset=OPSET, command=note)
+    (directory / "README.md").write_text(text, encoding="utf-8")
+    tools = {name: version(name) for name in ("onnx-ir", "onnxscript")}
+    return Form("onnxruntime", MODEL_FILE, WEIGHTS_FILE, tools)
+
+
+def standard_model(blueprint: Blueprint, spec: GraphSpec) -> ir.Model:
+    """One graph as a model of its own.
+
+    Its inputs and outputs have the names of the signature; states that other back ends change in
+    place follow as outputs ``<state>.out``.
+
+    Raises:
+        ExportError: An operator has no standard form.
+    """
+    root = ir.Graph([], [], nodes=[], name=spec.name, opset_imports={"": OPSET})
+    builder = GraphBuilder(root)
+    stored = {t.name: builder.initializer(external(t), qualify=False) for t in blueprint.stored}
+    inputs = [ir.val(t.name, dtype=_TYPES[t.dtype], shape=t.shape) for t in spec.inputs]
+    root.inputs.extend(inputs)
+    program = _decomposed(blueprint.trace(spec))
+    outputs = lower(program, builder.op, inputs, stored, _FORMS)
+    _name_outputs(builder, outputs, spec.all_outputs)
+    model = finished(root, builder)
+    model.ir_version = IR_VERSION
+    RemoveUnusedNodesPass()(model)
+    return model
+
+
+def _command(graph: str) -> str:
+    return _COMMAND.format(graph=graph)
+
+
+def _decomposed(program: ExportedProgram) -> ExportedProgram:
+    result: ExportedProgram = program.run_decompositions(_DECOMPOSITIONS)
+    return result
+
+
+def _name_outputs(
+    builder: GraphBuilder, values: Sequence[ir.Value], specs: Sequence[TensorSpec]
+) -> None:
+    taken: set[Any] = {*builder.graph.inputs, *builder.graph.initializers.values()}
+    for value, tensor in zip(values, specs, strict=True):
+        if value in taken:  # a value has one name
+            value = builder.op.Identity(value)
+        taken.add(value)
+        value.type, value.shape = ir.TensorType(_TYPES[tensor.dtype]), ir.Shape(tensor.shape)
+        builder.add_output(value, tensor.name)
