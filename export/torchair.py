@@ -78,6 +78,7 @@ def bring_up() -> tuple[Any, Writer]:
         ) from missing
     finally:
         sys.path.remove(str(wheel.root / "dynamo"))
+    _correct_delta_rule()
     return torchair, writer
 
 
@@ -225,6 +226,18 @@ def _define_operators(wheel: Wheel) -> None:
         with suppress(Exception):  # one function for each operator; some need more of torch_npu
             exec(compile(ast.Module([statement], []), str(path), "exec"), names)
     _kept.append(names)
+
+
+def _correct_delta_rule() -> None:
+    """The wheel's meta function says bfloat16 whatever comes in; a kernel for 310P is float16."""
+
+    def meta(query: Any, key: Any, value: Any, state: Any, **_: Any) -> tuple[Any, Any]:
+        return value.new_empty(value.shape), state.new_empty(state.shape)
+
+    library: Any = torch.library.Library("npu", "IMPL", "Meta")  # type: ignore[no-untyped-call]
+    _kept.append(library)
+    with quiet():
+        library.impl("npu_recurrent_gated_delta_rule_functional", meta, allow_override=True)
 
 
 def _schemas(wheel: Wheel) -> Iterator[str]:

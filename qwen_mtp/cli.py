@@ -23,7 +23,9 @@ from qwen_mtp.options import (
     DEFAULT_SOC,
     DIRECTORY,
     IdList,
+    device_option,
     export_options,
+    interpret_option,
     json_option,
     quiet_option,
     sampling_options,
@@ -233,6 +235,8 @@ def verify(
 @click.option("--prompt-ids", type=IdList(), help="The prompt as token ids.")
 @sampling_options
 @threads_option
+@device_option
+@interpret_option
 @json_option
 @quiet_option
 def run(
@@ -241,6 +245,8 @@ def run(
     prompt_ids: list[int] | None,
     num_speculative_tokens: int | None,
     threads: int | None,
+    device: int | None,
+    interpret: bool,
     as_json: bool,
     quiet: bool,
     **sampling: Any,
@@ -248,14 +254,37 @@ def run(
     """Generate from PACKAGE; the text goes to stdout as it is verified."""
     if (prompt is None) == (prompt_ids is None):
         raise click.UsageError("give --prompt or --prompt-ids, one of the two")
+    for option, value in (("--device", device), ("--threads", threads)):
+        if interpret and value is not None:
+            raise click.UsageError(f"{option} and --interpret exclude each other")
     given: Any = prompt if prompt is not None else prompt_ids
     with errors_as_lines():
         from qwen_mtp.runtime.llm import LLM
         from qwen_mtp.runtime.sampling import SamplingParams
 
         params = SamplingParams(**sampling)
-        with LLM(package, threads=threads, num_speculative_tokens=num_speculative_tokens) as llm:
+        engine = _interpreter(package) if interpret else None
+        with LLM(
+            package,
+            threads=threads,
+            num_speculative_tokens=num_speculative_tokens,
+            device=device,
+            engine=engine,
+        ) as llm:
             _generate(llm, given, params, as_json, quiet)
+
+
+def _interpreter(package: Path) -> Any:
+    from qwen_mtp.runtime.package import Package
+
+    opened = Package.open(package)
+    try:
+        from qwen_mtp.interpreted import InterpretedEngine
+    except ModuleNotFoundError as missing:
+        raise MissingExtraError(
+            f"--interpret needs {missing.name}: pip install 'qwen-mtp[npu]'"
+        ) from missing
+    return InterpretedEngine(opened)
 
 
 def _generate(llm: Any, prompt: Any, params: Any, as_json: bool, quiet: bool) -> None:

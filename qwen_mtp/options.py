@@ -16,6 +16,16 @@ threads_option = click.option(
     type=click.IntRange(1, 1024),
     help="Threads in an operator  [default: usable cores]",
 )
+device_option = click.option(
+    "--device",
+    type=click.IntRange(0),
+    help="Ascend: which NPU, as npu-smi info counts  [default: 0]",
+)
+interpret_option = click.option(
+    "--interpret",
+    is_flag=True,
+    help="Ascend: run the graphs without an NPU, operator by operator. Slow: for checks.",
+)
 
 
 class LookaheadList(click.ParamType[tuple[int, ...]]):

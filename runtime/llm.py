@@ -14,6 +14,7 @@ from qwen_mtp.errors import MissingExtraError, RequestError
 from qwen_mtp.runtime.limits import check_request
 from qwen_mtp.runtime.outputs import CompletionOutput, Delta, RequestOutput, StatsCounter
 from qwen_mtp.runtime.package import Package
+from qwen_mtp.runtime.runner import GraphRunner
 from qwen_mtp.runtime.sampling import ResolvedSampling, SamplingParams
 from qwen_mtp.runtime.session import Session, StepTimes
 from qwen_mtp.runtime.stops import StopChecker
@@ -48,22 +49,37 @@ class LLM:
         *,
         threads: int | None = None,
         num_speculative_tokens: int | None = None,
+        device: int | None = None,
+        engine: GraphRunner | None = None,
     ) -> None:
         """Load a package.
 
         Args:
-            package: Directory that ``qwen-mtp-export`` wrote.
-            threads: Threads inside an operator; None takes the number of usable cores.
+            package: Directory that ``qwen-mtp-export`` wrote. Graphs for Ascend must have been
+                compiled, see ``ascend/README.md`` in it.
+            threads: ONNX Runtime: threads inside an operator; None takes the number of usable
+                cores.
             num_speculative_tokens: Drafts a round, 0 = plain decoding on the same package; None
                 takes the largest the package was exported for.
+            device: Ascend: which NPU, as ``npu-smi info`` counts; None takes the first.
+            engine: What runs the graphs instead, made for the same package; it is the caller's
+                to close. ``InterpretedEngine`` runs those for Ascend without an NPU.
 
         Raises:
-            PackageError: The package contradicts its manifest or cannot be loaded.
-            RequestError: A number is out of range.
+            MissingExtraError: Ascend: CANN's module ``acl`` cannot be imported.
+            PackageError: The package contradicts its manifest, cannot be loaded, or is not
+                compiled yet.
+            RequestError: A number is out of range, or ``engine`` is not for this package.
         """
         self.package = Package.open(package)
+        if engine is not None:
+            _check_engine(self.package, engine, threads, device)
         self._session: Session | None = Session(
-            self.package, threads=threads, num_speculative_tokens=num_speculative_tokens
+            self.package,
+            threads=threads,
+            num_speculative_tokens=num_speculative_tokens,
+            device=device,
+            engine=engine,
         )
         self._text: Text | None = None
         self._busy = False
@@ -82,8 +98,14 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Free the model and its state; closing twice is harmless."""
-        self._session = None
+        """Free the model and its state; closing twice is harmless.
+
+        Raises:
+            PackageError: AscendCL refused to release something; the rest was released.
+        """
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
 
     @property
     def text(self) -> Text:
@@ -237,6 +259,17 @@ class LLM:
         if self._session is None:
             raise RequestError("this LLM is closed: make a new one")
         return self._session
+
+
+def _check_engine(
+    package: Package, engine: GraphRunner, threads: int | None, device: int | None
+) -> None:
+    for name, value in (("threads", threads), ("device", device)):
+        if value is not None:
+            raise RequestError(f"{name} is {value}: the engine that is given has its own")
+    if engine.package.manifest.graphs != package.manifest.graphs:
+        other = engine.package.directory
+        raise RequestError(f"{package.directory}: the engine runs {other}; give its own package")
 
 
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

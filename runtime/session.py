@@ -8,12 +8,14 @@ committed lazily: the accepted rows of a round are folded in by the next verify 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from types import TracebackType
+from typing import Self
 
 import numpy as np
 
 from qwen_mtp.errors import RequestError
 from qwen_mtp.runtime.blocks import BlockPool
-from qwen_mtp.runtime.engine import Engine
+from qwen_mtp.runtime.engines import close_engine, open_engine
 from qwen_mtp.runtime.feeds import LiveSequence, feed_draft, feed_prefill, feed_verify
 from qwen_mtp.runtime.limits import banned_ids, check_drafts, check_request, check_room
 from qwen_mtp.runtime.package import Package
@@ -51,7 +53,7 @@ class StepTimes:
 
 
 class Session:
-    """Sequences in batch slots over the compiled graphs of one package."""
+    """Sequences in batch slots over the compiled graphs of one package; a context manager."""
 
     def __init__(
         self,
@@ -60,21 +62,26 @@ class Session:
         threads: int | None = None,
         num_speculative_tokens: int | None = None,
         keep_logits: bool = False,
+        device: int | None = None,
         engine: GraphRunner | None = None,
     ) -> None:
         """Load the package.
 
         Args:
             package: The package.
-            threads: Threads inside an operator; None takes the number of usable cores.
+            threads: ONNX Runtime: threads inside an operator; None takes the number of usable
+                cores.
             num_speculative_tokens: Drafts a round, 0 = plain decoding; None takes the largest
                 the package was exported for.
             keep_logits: Keep the logits of each pass readable in ``engine``.
+            device: Ascend: which NPU, as ``npu-smi info`` counts; None takes the first.
             engine: What runs the graphs of this package and holds no sequences of another
-                session; ``threads`` and ``keep_logits`` are its own then. None loads one.
+                session; ``threads``, ``keep_logits`` and ``device`` are its own then, and it is
+                not closed here. None loads one.
 
         Raises:
-            PackageError: The model cannot be loaded.
+            MissingExtraError: Ascend: CANN's module ``acl`` cannot be imported.
+            PackageError: The model cannot be loaded, or is not compiled yet.
             RequestError: A number is out of range.
         """
         most = package.max_lookahead
@@ -88,15 +95,38 @@ class Session:
             raise RequestError(f"num_speculative_tokens is {k}, {remedy}")
         geometry = package.manifest.geometry
         self.package, self.lookahead = package, k
-        self.engine: GraphRunner = engine or Engine(
-            package, threads=threads, keep_logits=keep_logits
+        self.engine: GraphRunner = engine or open_engine(
+            package, threads=threads, device=device, keep_logits=keep_logits
         )
+        self._owns_engine = engine is None
         self.times = StepTimes()
         bucket = min((b for b in geometry.lookaheads if b >= k), default=0)
         self._draft_graph = f"mtp_draft_k{bucket}" if k else None
         self._slots: dict[int, LiveSequence] = {}
         self._pool = BlockPool(geometry.num_blocks)
         self._table = np.zeros((geometry.max_num_seqs, geometry.table_width), np.int32)
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close."""
+        self.close()
+
+    def close(self) -> None:
+        """Give back the device of an engine that was loaded here; closing twice is harmless.
+
+        Raises:
+            PackageError: AscendCL refused to release something; the rest was released.
+        """
+        if self._owns_engine:
+            close_engine(self.engine)
 
     @property
     def free_slots(self) -> tuple[int, ...]:
