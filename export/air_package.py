@@ -24,8 +24,9 @@ _ATC = """\
 #   sh ascend/atc.sh                            all graphs, for the chip of the export
 #   SOC_VERSION=Ascend910B3 sh ascend/atc.sh    for another chip of the same family
 #
-# The weight files are named relative to this folder, so ATC runs in it. Types are kept as they
-# are in the models: the parity check is about these.
+# The weight files are named relative to this folder, so ATC runs in it. With external weights the
+# compiled models stay small, and equal weights of all of them become one file in om/weight. Types
+# are kept as they are in the models: the parity check is about these.
 set -eu
 cd "$(dirname "$0")"
 SOC_VERSION="${{SOC_VERSION:-{soc}}}"
@@ -33,7 +34,7 @@ SOC_VERSION="${{SOC_VERSION:-{soc}}}"
 for graph in {graphs}; do
   echo "atc: $graph for $SOC_VERSION" >&2
   atc --framework=1 --model="$graph.air" --output="om/$graph" --soc_version="$SOC_VERSION" \\
-    --precision_mode_v2=origin --deterministic=1 --log=error "$@"
+    --external_weight=1 --precision_mode_v2=origin --deterministic=1 --log=error "$@"
 done
 """
 _OPP = """\
