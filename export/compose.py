@@ -30,7 +30,12 @@ IR_VERSION = 11
 MODEL_FILE = "model.onnx"
 WEIGHTS_FILE = "weights.bin"
 _ONNX = {"float32": ir.DataType.FLOAT, "int32": ir.DataType.INT32}
-_STORED = {"float32": ir.DataType.FLOAT, "int8": ir.DataType.INT8, "uint8": ir.DataType.UINT8}
+_STORED = {
+    "float32": ir.DataType.FLOAT,
+    "float16": ir.DataType.FLOAT16,
+    "int8": ir.DataType.INT8,
+    "uint8": ir.DataType.UINT8,
+}
 
 
 def write_onnx(plan: Plan, directory: Path, progress: Progress) -> Form:

@@ -1,8 +1,14 @@
-"""The compiled graphs of a package in one ONNX Runtime session, and the buffers they run on.
+"""The compiled graphs of a package in ONNX Runtime, and the buffers they run on.
+
+One model with a branch for each graph is one session. Standard models, one for each graph, are a
+session each: those share the weight file, but not the packed copies of the weights that a session
+makes, so all of them together take about as many times the memory as there are graphs.
 
 Every input and output is a NumPy buffer bound once. State is bound to the same buffer as input
 and output, so pools, windows and recurrent state change in place; the stash of a round has two
 buffers that take turns, because a graph writes the new one before it has read the old one.
+Standard models promise nothing about the order in which they read and write a state, but for the
+pools: they read copies of the others.
 """
 
 import ctypes
@@ -10,6 +16,7 @@ import math
 import mmap
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,11 +37,19 @@ POSITION_STEP = 128
 
 @dataclass(slots=True)
 class _Bound:
-    """One graph bound to its buffers: the binding and the width of its block table."""
+    """One graph bound to its buffers.
+
+    Attributes:
+        binding: What ONNX Runtime runs.
+        width: Width of the block table that is bound.
+        kept: OrtValues and arrays, which must outlive the binding.
+        copies: Arrays that are filled from others before a run.
+    """
 
     binding: Any
     width: int
-    kept: list[Any] = field(default_factory=list)  # OrtValues must outlive the binding
+    kept: list[Any] = field(default_factory=list)
+    copies: list[tuple[Array, Array]] = field(default_factory=list)
 
 
 class Engine:
@@ -43,7 +58,7 @@ class Engine:
     def __init__(
         self, package: Package, *, threads: int | None = None, keep_logits: bool = False
     ) -> None:
-        """Load the model and allocate the state.
+        """Load the models and allocate the state.
 
         Args:
             package: The package.
@@ -51,22 +66,22 @@ class Engine:
             keep_logits: Also bind the logits, so that they can be read after each run.
 
         Raises:
-            PackageError: ONNX Runtime refuses the model.
+            PackageError: ONNX Runtime refuses a model.
             RequestError: ``threads`` is not a positive number.
         """
         if threads is not None and threads < 1:
             raise RequestError(f"threads is {threads}: give a number >= 1")
         self.package = package
-        self._path = package.directory / package.manifest.model_file
+        self._apart = "{graph}" in package.manifest.model_file
         self._keep_logits = keep_logits
         with open(package.directory / package.manifest.weights_file, "rb") as file:
             self._weights = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._session = self._load(threads or len(os.sched_getaffinity(0)))
+        self._sessions = self._load(threads or len(os.sched_getaffinity(0)))
         self._release_pages()
         self._states = {
             (s.name, parity): _state(s)
             for s in package.manifest.states
-            for parity in range(2 if s.kind == "stash" else 1)
+            for parity in range(2 if s.kind == "stash" and not self._apart else 1)
         }
         self._buffers: dict[tuple[str, tuple[int, ...]], Array] = {}
         self._bound: dict[tuple[str, int, int], _Bound] = {}
@@ -75,7 +90,8 @@ class Engine:
         self._shrink = ort.RunOptions()
         self._shrink.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
 
-    def _load(self, threads: int) -> ort.InferenceSession:
+    def _load(self, threads: int) -> dict[str, ort.InferenceSession]:
+        """The session of each graph."""
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = 4  # errors are raised, with all that the log would say
@@ -86,16 +102,12 @@ class Engine:
             value = ort.OrtValue.ortvalue_from_numpy(data.reshape(tensor.shape))
             self._initializers.append(value)
             options.add_initializer(tensor.name, value)
-        try:
-            session = ort.InferenceSession(
-                str(self._path), options, providers=["CPUExecutionProvider"]
-            )
-        except Exception as error:  # the runtime's own exceptions share no base class
-            reason = " ".join(str(error).split())
-            raise PackageError(
-                f"{self._path}: ONNX Runtime {ort.__version__} refuses it ({reason}); {REMEDY}"
-            ) from error
-        return session
+        paths = {g.name: self._path(g.name) for g in self.package.manifest.graphs}
+        opened = {path: _open(path, options) for path in dict.fromkeys(paths.values())}
+        return {name: opened[path] for name, path in paths.items()}
+
+    def _path(self, graph: str) -> Path:
+        return self.package.directory / self.package.manifest.model_path(graph)
 
     def _release_pages(self) -> None:
         """Give the mapped weight file back to the page cache.
@@ -139,46 +151,67 @@ class Engine:
             PackageError: ONNX Runtime stops in the middle of the graph.
         """
         spec = self.package.graph(graph)
-        verify = spec.kind == "target_verify"
-        key = (graph, self._parity if verify else 0, slot if spec.kind == "prefill" else 0)
+        turns = spec.kind == "target_verify" and not self._apart
+        key = (graph, self._parity if turns else 0, slot if spec.kind == "prefill" else 0)
         bound = self._bound.get(key)
         if bound is None:
             bound = self._bound[key] = self._bind(spec, key[1], slot)
         self._bind_table(bound, spec, table)
+        for target, source in bound.copies:
+            target[...] = source
         options = self._shrink if spec.kind == "prefill" else None
         try:
-            self._session.run_with_iobinding(bound.binding, options)
+            self._sessions[graph].run_with_iobinding(bound.binding, options)
         except Exception as error:  # the runtime's own exceptions share no base class
             raise PackageError(
-                f"{self._path}: {graph} stopped ({' '.join(str(error).split())}); "
+                f"{self._path(graph)}: {graph} stopped ({' '.join(str(error).split())}); "
                 "run qwen-mtp verify on the package"
             ) from error
         self._release_pages()
         if spec.kind == "prefill" and _malloc_trim is not None:
             _malloc_trim(0)  # the scratch memory of a chunk leaves the heap full of holes
-        if verify:
+        if turns:
             self._parity ^= 1
 
     def table_width(self, positions: int) -> int:
-        """Blocks to pass so that a table covers ``positions``, in steps of whole strides."""
+        """Blocks to pass so that a table covers ``positions``, in steps of whole strides.
+
+        Standard models are static: their table always has all its columns.
+        """
         geometry = self.package.manifest.geometry
+        if self._apart:
+            return geometry.table_width
         step = max(1, POSITION_STEP // geometry.block_size)
         blocks = -(-positions // geometry.block_size)
         return min(-(-blocks // step) * step, geometry.table_width)
 
     def _bind(self, spec: GraphSpec, parity: int, slot: int) -> _Bound:
-        bound = _Bound(self._session.io_binding(), 0)
-        self._give(bound, SELECTOR, np.array(self.package.selector(spec.name), np.int32))
+        bound = _Bound(self._sessions[spec.name].io_binding(), 0)
+        if not self._apart:
+            self._give(bound, SELECTOR, np.array(self.package.selector(spec.name), np.int32))
         for tensor in spec.inputs:
             if tensor.name != "block_table":
-                self._give(bound, f"{spec.name}/{tensor.name}", self._find(tensor, parity, slot))
-        for tensor in spec.outputs:
+                data = self._find(tensor, parity, slot)
+                if self._apart and tensor.state and tensor.name not in spec.in_place:
+                    bound.copies.append((self._copy(tensor), data))
+                    data = bound.copies[-1][0]
+                self._give(bound, self._name(spec, tensor.name), data)
+        for tensor in spec.all_outputs:
             if "logits" in tensor.name and not self._keep_logits:
                 continue
             value = ort.OrtValue.ortvalue_from_numpy(self._find(tensor, parity ^ 1, slot))
             bound.kept.append(value)
-            bound.binding.bind_ortvalue_output(f"{spec.name}/{tensor.name}", value)
+            bound.binding.bind_ortvalue_output(self._name(spec, tensor.name), value)
         return bound
+
+    def _name(self, spec: GraphSpec, tensor: str) -> str:
+        return tensor if self._apart else f"{spec.name}/{tensor}"
+
+    def _copy(self, tensor: TensorSpec) -> Array:
+        """A buffer beside a state: one for all graphs, which run one at a time."""
+        return self._buffers.setdefault(
+            (tensor.name, tensor.shape), np.zeros(tensor.shape, tensor.dtype)
+        )
 
     def _give(self, bound: _Bound, name: str, data: Array) -> None:
         value = ort.OrtValue.ortvalue_from_numpy(data)
@@ -186,11 +219,15 @@ class Engine:
         bound.binding.bind_ortvalue_input(name, value)
 
     def _bind_table(self, bound: _Bound, spec: GraphSpec, table: npt.NDArray[np.int32]) -> None:
-        buffer = self._buffers.setdefault(("block_table", table.shape), np.zeros_like(table))
-        buffer[:] = table
-        if bound.width != table.shape[1]:
-            self._give(bound, f"{spec.name}/block_table", buffer)
-            bound.width = table.shape[1]
+        width = self.package.manifest.geometry.table_width
+        columns = width if self._apart else table.shape[1]
+        shape = (len(table), columns)
+        buffer = self._buffers.setdefault(("block_table", shape), np.zeros(shape, np.int32))
+        buffer[:, table.shape[1] :] = 0
+        buffer[:, : table.shape[1]] = table
+        if bound.width != columns:
+            self._give(bound, self._name(spec, "block_table"), buffer)
+            bound.width = columns
 
     def _find(self, tensor: TensorSpec, parity: int, slot: int) -> Array:
         if tensor.state is None:
@@ -207,10 +244,20 @@ class Engine:
         return self._buffers[key]
 
 
-def _state(spec: StateSpec) -> npt.NDArray[np.float32]:
+def _open(path: Path, options: ort.SessionOptions) -> ort.InferenceSession:
+    try:
+        return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # the runtime's own exceptions share no base class
+        reason = " ".join(str(error).split())
+        raise PackageError(
+            f"{path}: ONNX Runtime {ort.__version__} refuses it ({reason}); {REMEDY}"
+        ) from error
+
+
+def _state(spec: StateSpec) -> Array:
     """A zeroed state tensor; a pool takes memory page by page as contexts grow."""
     if spec.per_slot:
-        return np.zeros(spec.shape, np.float32)
+        return np.zeros(spec.shape, spec.dtype)
     memory = mmap.mmap(-1, spec.nbytes)
     memory.madvise(mmap.MADV_NOHUGEPAGE)  # a huge page would be taken for a single block
-    return np.frombuffer(memory, np.float32).reshape(spec.shape)
+    return np.frombuffer(memory, spec.dtype).reshape(spec.shape)
