@@ -67,7 +67,8 @@ def decompose(program: ExportedProgram, choice: AscendChoice) -> ExportedProgram
         form = operator.fused if kernel else operator.decomposed
         if form is not None:
             table[getattr(getattr(torch.ops, NAMESPACE), operator.name).default] = form
-    decomposed: ExportedProgram = program.run_decompositions(table)
+    with quiet():
+        decomposed: ExportedProgram = program.run_decompositions(table)
     for node in list(decomposed.graph.nodes):
         if node.target in CHECKS:
             decomposed.graph.erase_node(node)

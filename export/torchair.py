@@ -21,7 +21,6 @@ import types
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from ctypes.util import find_library
 from functools import cache
 from typing import Any, Literal
 
@@ -29,7 +28,7 @@ import torch
 
 from qwen_mtp.errors import MissingExtraError
 from qwen_mtp.ge.prototypes import Prototype, Prototypes, wheel_prototypes
-from qwen_mtp.ge.wheel import Wheel, find_wheel
+from qwen_mtp.ge.wheel import Wheel, find_wheel, has_cann
 
 Writer = Literal["cann", "stand-in"]
 _CORE = "torchair.core._torchair"
@@ -93,7 +92,7 @@ def _check_torch(wheel: Wheel) -> None:
 
 def _native(wheel: Wheel) -> Writer | None:
     """Import torch_npu itself where CANN's libraries are there to be loaded."""
-    if find_library("ascendcl") is None:
+    if not has_cann():
         return None
     sys.path.insert(0, str(wheel.root.parent))
     try:

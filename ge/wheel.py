@@ -9,6 +9,9 @@ import importlib.util
 import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes.util import find_library
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -41,6 +44,33 @@ class Wheel:
     def torchair(self) -> Path:
         """The directory of the torchair package."""
         return self.root / "dynamo" / "torchair"
+
+
+@cache
+def has_cann() -> bool:
+    """Whether the libraries that torch_npu is linked to can be found."""
+    folders = os.environ.get("LD_LIBRARY_PATH", "").split(":")
+    found = any(Path(folder, "libascendcl.so").exists() for folder in folders if folder)
+    return found or find_library("ascendcl") is not None
+
+
+@contextmanager
+def hidden_torch_npu() -> Iterator[None]:
+    """Hide a torch_npu that cannot be imported from libraries that import it once they see it.
+
+    Also a stand-in for it, that converting graphs has left in this process.
+    """
+    if has_cann():
+        yield
+        return
+    known = sys.modules.get("torch_npu")
+    sys.modules["torch_npu"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["torch_npu"]
+        if known is not None:
+            sys.modules["torch_npu"] = known
 
 
 @cache

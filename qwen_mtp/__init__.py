@@ -1,10 +1,15 @@
 """Qwen3.5/3.6/3.8 with native multi-token prediction, compiled to graphs.
 
 Importing this package loads neither torch nor onnxruntime; each name is loaded when first used.
+
+An installed torch_npu makes ``import torch`` load it, which fails on a machine without CANN. There
+this package tells torch not to, so it must be imported before torch.
 """
 
+import os
 from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -67,6 +72,13 @@ __all__ = [
     "export_package",
     "verify_package",
 ]
+
+
+if find_spec("torch_npu") is not None:
+    from qwen_mtp.ge.wheel import has_cann
+
+    if not has_cann():
+        os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 
 def __getattr__(name: str) -> object:

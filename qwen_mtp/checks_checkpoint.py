@@ -17,6 +17,7 @@ from qwen_mtp.checks_bench import Bench, Lane
 from qwen_mtp.checks_report import Check
 from qwen_mtp.errors import MissingExtraError
 from qwen_mtp.export.checkpoint import Checkpoint
+from qwen_mtp.ge.wheel import hidden_torch_npu
 from qwen_mtp.progress import Progress
 from qwen_mtp.runtime.engine import Array
 from qwen_mtp.runtime.package import Package
@@ -42,7 +43,10 @@ class Source:
             MissingExtraError: transformers is not installed.
         """
         try:
-            import transformers
+            with hidden_torch_npu():
+                import transformers
+
+                transformers.utils.is_torch_npu_available()  # remembers the answer
         except ImportError as missing:
             raise MissingExtraError(
                 "comparing with a checkpoint needs transformers: "
