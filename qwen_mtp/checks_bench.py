@@ -1,12 +1,12 @@
 """Runs the graphs of an engine on rows of one's own choosing, beside the serving loop."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from qwen_mtp.runtime.engine import Array, Engine
+from qwen_mtp.runtime.runner import Array, GraphRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Lane:
 class Bench:
     """An engine whose slots own fixed blocks; nothing here allocates or samples."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: GraphRunner) -> None:
         """Give slot b the blocks ``1 + b * W .. (b + 1) * W``."""
         geometry = engine.package.manifest.geometry
         self.engine, self.geometry = engine, geometry
@@ -79,6 +79,15 @@ class Bench:
         for state in self.engine.package.manifest.states:
             if state.kind in ("conv", "ssm"):
                 yield state.name, self.engine.state(state.name)
+
+    def snapshot(self) -> dict[str, Array]:
+        """Copies of what :meth:`recurrent` gives."""
+        return {name: state.copy() for name, state in self.recurrent()}
+
+    def restore(self, states: Mapping[str, Array]) -> None:
+        """Go back to a snapshot."""
+        for name, data in states.items():
+            self.engine.state(name)[:] = data
 
     def row(self, graph: str, slot: int, row: int, position: int) -> Iterator[tuple[str, Array]]:
         """Everything the last pass computed for one row, in the order of the layers."""

@@ -1,4 +1,4 @@
-"""The compiled graphs against ``golden.npz``, the values of the torch definition."""
+"""The graphs of a package against ``golden.npz``, the values of the torch definition."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,20 +10,44 @@ import numpy.typing as npt
 
 from qwen_mtp.checks_bench import Bench
 from qwen_mtp.checks_report import Check
-from qwen_mtp.graphs.spec import TensorSpec, WeightFormat
+from qwen_mtp.graphs.manifest import PackageManifest
+from qwen_mtp.graphs.spec import Activation, Geometry, GraphSpec, TensorSpec, WeightFormat
 from qwen_mtp.progress import Progress
 
 Array = npt.NDArray[Any]
 GOLDEN = "golden.npz"
+ASCEND_GOLDEN = f"ascend/{GOLDEN}"  # beside the models: it goes to the device with them
 # Relative error of a tensor, ||got - wanted|| / ||wanted||, that is always allowed.
 # fp32: sums in another order.
 # int8, int4: sums in another order move an activation across a rounding boundary now and then,
 # which changes it by a whole step (1/127 of the largest in its row or block): one such step moves
 # a row of 64 by 3e-3 and what is computed from it by more.
 FLOOR: dict[WeightFormat, float] = {"fp32": 1e-4, "int8": 5e-2, "int4": 5e-2}
-# Where the definition itself moves by more when its state is nudged (recorded beside the values),
+# float16, bfloat16: every activation is rounded, and the residual stream adds up what that does.
+HALF_FLOOR: dict[Activation, float] = {"float32": 0.0, "float16": 2e-3, "bfloat16": 1.6e-2}
+# Where the definition itself moves by more when it is disturbed (recorded beside the values),
 # this many times as much is allowed, up to what no rounding explains.
 MOVES, CEILING = 4, 0.5
+
+
+def golden_path(manifest: PackageManifest) -> str:
+    """Where the values lie in a package."""
+    return GOLDEN if manifest.ascend is None else ASCEND_GOLDEN
+
+
+def tolerance(geometry: Geometry) -> float:
+    """Relative error of a tensor that is always allowed."""
+    return max(FLOOR.get(geometry.format, 0.0), HALF_FLOOR[geometry.dtype])
+
+
+def results(spec: GraphSpec) -> tuple[TensorSpec, ...]:
+    """The outputs of a graph, then the states that it changes in place, named like outputs."""
+    inputs = {tensor.name: tensor for tensor in spec.inputs}
+    changed = (inputs[name] for name in spec.in_place)
+    return (
+        *spec.outputs,
+        *(TensorSpec(f"{t.name}.out", t.dtype, t.shape, t.state) for t in changed),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +60,7 @@ class Pass:
         inputs: Inputs that are not state, by name.
         values: Outputs by name: integers whole, of others some values.
         places: Coordinates ``[ndim, n]`` of those values.
-        moves: How far, relatively, those values of the definition move with a nudge.
+        moves: How far, relatively, those values of the definition move when it is disturbed.
     """
 
     graph: str
@@ -57,20 +81,12 @@ class Replay:
     """
 
     def __init__(self, bench: Bench) -> None:
-        """Start from zero state, as the recording did."""
+        """Clear the slots, as the recording did; pools are written before they are read."""
         self.max_logit_error = self.max_error = self.allowed = 0.0
         self._bench, self._engine = bench, bench.engine
-        self._floor = FLOOR[bench.geometry.format]
-
-    def clear(self, blocks: int) -> None:
-        """Zero the slots and the first ``blocks`` blocks of the pools."""
-        size = self._bench.geometry.block_size
-        for state in self._engine.package.manifest.states:
-            data = self._engine.state(state.name)
-            if state.per_slot:
-                data[:] = 0
-            else:
-                data[:, : blocks * size] = 0
+        self._floor = tolerance(bench.geometry)
+        for slot in range(bench.slots):
+            self._engine.clear_slot(slot)
 
     def run(self, step: Pass) -> str | None:
         """Run one pass; the first tensor that differs by more than the tolerance."""
@@ -83,7 +99,7 @@ class Replay:
         flipped = None
         if step.graph.startswith("mtp_draft"):
             flipped = self._first_flip(step)
-        for tensor in self._engine.package.graph(step.graph).outputs:
+        for tensor in results(self._engine.package.graph(step.graph)):
             if flipped is not None and _after(tensor, flipped):
                 continue
             if (problem := self._compare(step, tensor)) is not None:
@@ -161,7 +177,7 @@ class Replay:
 def check_golden(bench: Bench, progress: Progress) -> tuple[Check, float | None]:
     """Replay the recording; also the largest difference of a logit."""
     manifest = bench.engine.package.manifest
-    if GOLDEN not in {file.path for file in manifest.files}:
+    if golden_path(manifest) not in {file.path for file in manifest.files}:
         reason = "no golden.npz: exported without, too large a model, or too short a max_model_len"
         return Check("golden", True, f"skipped: {reason}"), None
     steps = list(_read(bench))
@@ -170,7 +186,6 @@ def check_golden(bench: Bench, progress: Progress) -> tuple[Check, float | None]
     if missing:
         return Check("golden", False, f"{GOLDEN} has no values for {sorted(missing)[0]}"), None
     replay = Replay(bench)
-    replay.clear(1 + max(int(step.inputs["block_table"].max()) for step in steps))
     for step in steps:
         if (problem := replay.run(step)) is not None:
             return Check("golden", False, problem), replay.max_logit_error
@@ -184,7 +199,9 @@ def check_golden(bench: Bench, progress: Progress) -> tuple[Check, float | None]
 
 
 def _read(bench: Bench) -> Iterator[Pass]:
-    with np.load(bench.engine.package.directory / GOLDEN, allow_pickle=False) as file:
+    package = bench.engine.package
+    path = package.directory / golden_path(package.manifest)
+    with np.load(path, allow_pickle=False) as file:
         arrays = {tuple(key.split("/")): file[key] for key in sorted(file.files)}
     for (_, graph, slot), keys in groupby(arrays, key=lambda key: key[:3]):
         parts: dict[str, dict[str, Array]] = {"in": {}, "out": {}, "at": {}, "moves": {}}

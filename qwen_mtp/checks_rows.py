@@ -85,7 +85,7 @@ class RowProbe:
             bench.prefill(slot, prompt)
             lengths.append(len(prompt))
         self._starts = tuple(lengths)
-        self._base = {name: state.copy() for name, state in bench.recurrent()}
+        self._base = bench.snapshot()
 
     def step_through(self) -> Trail:
         """Run the tokens one row a pass in slot 0, the others idle."""
@@ -135,8 +135,7 @@ class RowProbe:
         return lanes
 
     def _restore(self) -> None:
-        for name, state in self.bench.recurrent():
-            state[:] = self._base[name]
+        self.bench.restore(self._base)
 
     def _row(self, graph: str, slot: int, row: int, position: int) -> Digests:
         return {n: digest(data) for n, data in self.bench.row(graph, slot, row, position)}

@@ -8,7 +8,7 @@ from qwen_mtp.checks_bench import Bench, Lane
 from qwen_mtp.checks_report import Check
 from qwen_mtp.custom_ops import rejection
 from qwen_mtp.progress import Progress
-from qwen_mtp.runtime.engine import Array
+from qwen_mtp.runtime.runner import Array
 
 # Exponentials of two libraries may differ in the last bit, so a uniform that close to a boundary
 # between two tokens may fall on either side.
@@ -50,7 +50,7 @@ class SamplerProbe:
         self._starts = [length] * bench.slots
         for slot in range(bench.slots):
             bench.prefill(slot, bench.some_ids(50 + slot, length))
-        self._base = {name: state.copy() for name, state in bench.recurrent()}
+        self._base = bench.snapshot()
         shape = (bench.slots, self.rows)
         self._ids = np.array(bench.some_ids(60, shape[0] * shape[1])).reshape(shape)
         self._random = np.random.default_rng(61)
@@ -58,8 +58,7 @@ class SamplerProbe:
     def compare(self, asks: tuple[Ask, ...]) -> tuple[str | None, int]:
         """One pass with an ask a slot; what differs, and the drafts that were accepted."""
         bench, graph = self.bench, self.graph
-        for name, state in bench.recurrent():
-            state[:] = self._base[name]
+        bench.restore(self._base)
         lanes = [Lane(tuple(r.tolist()), s) for r, s in zip(self._ids, self._starts, strict=True)]
         bench.feed(graph, lanes)
         self._fill(asks)

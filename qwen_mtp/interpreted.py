@@ -67,6 +67,10 @@ class InterpretedEngine:
         tensor = self._states[name]
         return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
 
+    def put_state(self, name: str, value: Array) -> None:
+        """Replace a state tensor, which :meth:`state` may have given as a copy."""
+        self._states[name].copy_(torch.from_numpy(value))
+
     def clear_slot(self, slot: int) -> None:
         """Zero the per-slot state of one batch slot."""
         slots = self.package.manifest.geometry.max_num_seqs
