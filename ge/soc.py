@@ -129,7 +129,7 @@ def find_soc(name: str) -> Soc:
         if soc.name.lower() == name.strip().lower():
             return soc
     known = ", ".join(soc.name for soc in SOCS)
-    raise ExportError(f"--soc-version {name}: unknown processor; known are {known}")
+    raise ExportError(f"soc_version {name}: unknown processor; known are {known}")
 
 
 def check_rows(soc: Soc, lowering: Lowering, rows: int) -> None:

@@ -46,7 +46,7 @@ class Source:
             with hidden_torch_npu():
                 import transformers
 
-                transformers.utils.is_torch_npu_available()  # remembers the answer
+                transformers.utils.import_utils.is_torch_npu_available()  # remembers the answer
         except ImportError as missing:
             raise MissingExtraError(
                 "comparing with a checkpoint needs transformers: "

@@ -3,14 +3,16 @@
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from qwen_mtp.config import ModelConfig
 from qwen_mtp.errors import CheckpointError, MissingExtraError
+from qwen_mtp.ge.soc import find_soc
 from qwen_mtp.graphs.manifest import MANIFEST, Verification
-from qwen_mtp.graphs.spec import Geometry, GraphSpec, StateSpec, state_specs
+from qwen_mtp.graphs.spec import AscendChoice, Geometry, GraphSpec, StateSpec, state_specs
 from qwen_mtp.graphs.weights import file_bytes
 from qwen_mtp.progress import byte_text
 from qwen_mtp.runtime.package import Package
@@ -19,6 +21,51 @@ if TYPE_CHECKING:
     from qwen_mtp.export.plan import Plan
 
 _LISTED = 12
+_SOURCES = {"Const", "Data", "FileConstant", "NetOutput", "RefData"}  # they compute nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AscendDescription:
+    """What GE models are, or would be, made for.
+
+    Attributes:
+        choice: The lowering, the chip and its operator packages.
+        writer: ``cann``, the native core of torchair, or its ``stand-in``; "" for a plan.
+        model_bytes: Bytes of all ``.air`` files; 0 for a plan.
+        operators: By graph, how many operators of each type compute something, most first; empty
+            for a plan.
+        device_bytes: Weights once, and the state, on the device; scratch memory comes on top, and
+            whether the models share the weights is up to CANN.
+        card_bytes: Memory of the smallest card with the chip.
+    """
+
+    choice: AscendChoice
+    device_bytes: int
+    card_bytes: int
+    writer: str = ""
+    model_bytes: int = 0
+    operators: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def as_lines(self, dtype: str) -> list[str]:
+        """For a person."""
+        chip, card = self.choice.soc_version, f"{self.card_bytes / 1e9:.0f} GB"
+        how = {"cann": ", written with CANN", "stand-in": ", written without CANN"}
+        lines = [
+            f"ascend    {self.choice.lowering} operators in {dtype} for {chip}"
+            f"{how.get(self.writer, '')}"
+        ]
+        if self.choice.custom_ops:
+            lines.append(f"  custom  {', '.join(self.choice.custom_ops)}")
+        if self.model_bytes:
+            lines.append(f"models    {byte_text(self.model_bytes)} of .air, to be compiled by ATC")
+        needed = byte_text(self.device_bytes)
+        lines.append(f"device    at least {needed} of weights and state; {chip} has {card} and up")
+        if self.device_bytes > self.card_bytes:
+            lines.append(
+                f"warning   that is more than a card of {card} holds: choose a smaller --format, "
+                "--max-model-len or --max-num-seqs"
+            )
+        return lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +87,7 @@ class Description:
         tensors_unused: Tensors that stay behind, by name.
         tensors_ignored: Tensors of the vision tower.
         verification: What the last parity check found; None where it did not run.
+        ascend: What GE models are made for; None for other back ends.
     """
 
     what: str
@@ -56,6 +104,7 @@ class Description:
     tensors_unused: tuple[str, ...] = ()
     tensors_ignored: int = 0
     verification: Verification | None = None
+    ascend: AscendDescription | None = None
 
     def as_text(self, tables: bool = False) -> str:
         """Several lines for a person; with ``tables``, every input and output of the graphs."""
@@ -76,7 +125,10 @@ class Description:
         if self.what == "package":
             lines.append(f"package   {byte_text(self.package_bytes)} on disk")
         lines.append(f"state     {states}")
-        lines.append(f"memory    about {running} of weights and state while running")
+        if self.ascend is None:
+            lines.append(f"memory    about {running} of weights and state while running")
+        else:
+            lines += self.ascend.as_lines(self.geometry.dtype)
         if self.what == "plan":
             lines.append(f"export    about {byte_text(self.peak_bytes)} of memory at the peak")
         return lines
@@ -86,8 +138,10 @@ class Description:
         stash = {state.name for state in states if state.kind == "stash"}
         lines = []
         for graph in self.graphs:
-            lines.append(_graph_line(graph, stash))
+            types = None if self.ascend is None else self.ascend.operators.get(graph.name, {})
+            lines.append(_graph_line(graph, stash) if types is None else _air_line(graph, types))
             lines += _table_lines(graph) if tables else []
+            lines += _operator_lines(types) if tables and types else []
         return lines
 
 
@@ -131,6 +185,7 @@ def describe_plan(plan: "Plan", target: Path) -> Description:
         tensors_used=len(plan.used),
         tensors_unused=plan.unused,
         tensors_ignored=len(plan.checkpoint.ignored),
+        ascend=_planned(plan),
     )
 
 
@@ -149,7 +204,49 @@ def describe_package(package: Package) -> Description:
         tensors_unused=manifest.source.unused,
         tensors_ignored=len(manifest.source.ignored),
         verification=manifest.verification,
+        ascend=_written(package),
     )
+
+
+def _planned(plan: "Plan") -> AscendDescription | None:
+    if plan.ascend is None:
+        return None
+    states = state_specs(plan.config, plan.geometry)
+    return AscendDescription(
+        choice=plan.ascend,
+        device_bytes=_device_bytes(plan.weight_bytes, states),
+        card_bytes=find_soc(plan.ascend.soc_version).memory_gb * 10**9,
+    )
+
+
+def _written(package: Package) -> AscendDescription | None:
+    manifest = package.manifest
+    if manifest.ascend is None:
+        return None
+    choice = manifest.ascend.choice
+    models = [package.directory / manifest.model_path(graph.name) for graph in manifest.graphs]
+    return AscendDescription(
+        choice=choice,
+        device_bytes=_device_bytes(file_bytes(manifest.weights), manifest.states),
+        card_bytes=find_soc(choice.soc_version).memory_gb * 10**9,
+        writer=manifest.ascend.writer,
+        model_bytes=sum(path.stat().st_size for path in models),
+        operators={path.stem: _operators(path.with_suffix(".pbtxt")) for path in models},
+    )
+
+
+def _device_bytes(weights: int, states: Sequence[StateSpec]) -> int:
+    """A state that a graph answers with has two buffers."""
+    return weights + sum(state.nbytes * (1 if state.in_place else 2) for state in states)
+
+
+def _operators(text: Path) -> dict[str, int]:
+    """Operators by type in the text form of a model, which is read without protobuf."""
+    if not text.is_file():
+        return {}
+    with open(text, encoding="utf-8", errors="replace") as lines:
+        found = Counter(line[11:-2] for line in lines if line.startswith('    type: "'))
+    return dict(Counter({k: n for k, n in found.items() if k not in _SOURCES}).most_common())
 
 
 def describe_path(path: Path) -> Description | CheckpointDescription:
@@ -210,6 +307,23 @@ def _graph_line(graph: GraphSpec, stash: set[str]) -> str:
         f"  {graph.name:<18}{_count(graph.rows, 'row'):>9}  {_count(plain[0], 'input')}, "
         f"{_count(plain[1], 'output')}; {_count(placed, 'state tensor')} in place{aside}"
     )
+
+
+def _air_line(graph: GraphSpec, types: dict[str, int]) -> str:
+    plain = [sum(t.state is None for t in side) for side in (graph.inputs, graph.outputs)]
+    held = len(graph.inputs) - plain[0]
+    made = f"; {sum(types.values())} operators of {len(types)} types" if types else ""
+    return (
+        f"  {graph.name:<18}{_count(graph.rows, 'row'):>9}  {_count(plain[0], 'input')}, "
+        f"{_count(plain[1], 'output')}; {_count(held, 'state tensor')}, {len(graph.in_place)} in "
+        f"place{made}"
+    )
+
+
+def _operator_lines(types: dict[str, int]) -> list[str]:
+    whole = ", ".join(f"{name}\0{count}" for name, count in types.items())
+    lines = wrap(whole, 95, initial_indent="    ops ", subsequent_indent="        ")
+    return [line.replace("\0", " ") for line in lines]
 
 
 def _table_lines(graph: GraphSpec) -> list[str]:

@@ -6,8 +6,9 @@ from os import PathLike
 from pathlib import Path, PurePosixPath
 from typing import Self
 
-from qwen_mtp.errors import PackageError, RequestError
+from qwen_mtp.errors import ExportError, PackageError, RequestError
 from qwen_mtp.fields import LARGEST
+from qwen_mtp.ge.soc import find_soc
 from qwen_mtp.graphs.manifest import REMEDY, PackageManifest, load_manifest
 from qwen_mtp.graphs.signature import graph_specs
 from qwen_mtp.graphs.spec import GraphSpec, state_specs
@@ -39,6 +40,7 @@ class Package:
         root = Path(directory)
         manifest = load_manifest(root)
         _check_numbers(root, manifest)
+        _check_target(root, manifest)
         for file in manifest.files:
             _check_file(root, file.path, file.bytes)
         listed = {file.path for file in manifest.files}
@@ -82,6 +84,23 @@ def _check_numbers(root: Path, manifest: PackageManifest) -> None:
         SamplingParams(temperature=given.temperature, top_k=given.top_k, top_p=given.top_p)
     except RequestError as error:
         raise PackageError(f"{root}/manifest.json: generation: {error}; {REMEDY}") from error
+
+
+def _check_target(root: Path, manifest: PackageManifest) -> None:
+    """What the graphs are made for must be known, and state kept as its graphs keep it."""
+    target, layout = manifest.ascend, manifest.geometry.layout
+    if (target is None) == (manifest.backend == "ascend"):
+        found = None if target is None else target.choice.soc_version
+        raise _odd(root, "ascend", found, f"but backend is {manifest.backend!r}")
+    if target is None:
+        return
+    try:
+        find_soc(target.choice.soc_version)
+    except ExportError as error:
+        raise PackageError(f"{root}/manifest.json: ascend.choice: {error}; {REMEDY}") from error
+    if layout != ("slots" if target.choice.lowering == "fused" else "paged"):
+        lowering = target.choice.lowering
+        raise _odd(root, "ascend.choice.lowering", lowering, f"but layout is {layout!r}")
 
 
 def _needed(manifest: PackageManifest) -> Iterator[str]:
