@@ -193,16 +193,19 @@ def _descriptor(dtype: int | None = None, dim: int | None = None) -> Change:
 
 def _outputs_swapped(place: Place) -> bool:
     """Two results change places; their descriptors say so too."""
-    if len(place.op.input) < 2:
+    if len(place.op.input_desc) < 2:
         return False
-    op = place.op
-    op.input[0], op.input[1] = op.input[1], op.input[0]
-    first = type(op.input_desc[0])()
-    first.CopyFrom(op.input_desc[0])
-    op.input_desc[0].dtype = op.input_desc[1].dtype
-    op.input_desc[0].shape.CopyFrom(op.input_desc[1].shape)
-    op.input_desc[1].dtype = first.dtype
-    op.input_desc[1].shape.CopyFrom(first.shape)
+    return _exchanged(place.op, 0, 1)
+
+
+def _exchanged(op: Any, i: int, j: int) -> bool:
+    """Two edges change places with what is declared of them; port names stay."""
+    op.input[i], op.input[j] = op.input[j], op.input[i]
+    first, second = op.input_desc[i], op.input_desc[j]
+    first.dtype, second.dtype = second.dtype, first.dtype
+    shape = list(first.shape.dim)
+    first.shape.dim[:] = second.shape.dim
+    second.shape.dim[:] = shape
     return True
 
 
@@ -406,18 +409,12 @@ _STATIC: dict[str, tuple[str, Change]] = {
 def _swapped(place: Place) -> bool:
     """Two operands change places."""
     op = place.op
-    if op.input[0] == op.input[1]:
-        return False
-    op.input[0], op.input[1] = op.input[1], op.input[0]
-    return True
+    return op.input[0] != op.input[1] and _exchanged(op, 0, 1)
 
 
 def _branches(place: Place) -> bool:
     op = place.op
-    if op.input[1] == op.input[2]:
-        return False
-    op.input[1], op.input[2] = op.input[2], op.input[1]
-    return True
+    return op.input[1] != op.input[2] and _exchanged(op, 1, 2)
 
 
 def _other_weight(place: Place) -> bool:

@@ -116,10 +116,14 @@ def graphs_of(package: Package) -> Iterator[tuple[Any, Callable[[Any], list[str]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lowering", ["portable", "fused"])
 @pytest.mark.parametrize(
-    ("soc", "format"),
-    [("Ascend910B4", "int8"), ("Ascend910_9392", "bf16"), ("Ascend310P3", "fp16")],
+    ("lowering", "soc", "format"),
+    [
+        ("portable", "Ascend910B4", "int8"),
+        ("fused", "Ascend910B4", "int8"),
+        ("portable", "Ascend310P3", "fp16"),
+        ("fused", "Ascend310P3", "fp16"),
+    ],
 )
 def test_exported_graphs_have_no_findings(lowering: Lowering, soc: str, format: str) -> None:
     package = air_package(random_checkpoint(), lowering, soc_version=soc, format=format)
@@ -134,8 +138,11 @@ def test_graphs_with_4_bit_weights_have_no_findings() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lowering", ["portable", "fused"])
-def test_static_mutants_of_exported_graphs_are_refused(lowering: Lowering) -> None:
-    for model, check in graphs_of(air_package(random_checkpoint(), lowering)):
-        assert [name for name, made in static_mutants(model) if not check(made)] == []
-        assert {name: check(made) for name, made in value_mutants(model) if check(made)} == {}
+@pytest.mark.parametrize(
+    ("lowering", "name"), [("portable", "mtp_draft_k2"), ("fused", "target_verify_r3")]
+)
+def test_static_mutants_of_exported_graphs_are_refused(lowering: Lowering, name: str) -> None:
+    graphs = graphs_of(air_package(random_checkpoint(), lowering))
+    model, check = next((model, check) for model, check in graphs if model.name == name)
+    assert [what for what, made in static_mutants(model) if not check(made)] == []
+    assert {what: check(made) for what, made in value_mutants(model) if check(made)} == {}
