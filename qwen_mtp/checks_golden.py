@@ -13,6 +13,7 @@ from qwen_mtp.checks_report import Check
 from qwen_mtp.graphs.manifest import PackageManifest
 from qwen_mtp.graphs.spec import Activation, Geometry, GraphSpec, TensorSpec, WeightFormat
 from qwen_mtp.progress import Progress
+from qwen_mtp.runtime.package import Package
 
 Array = npt.NDArray[Any]
 GOLDEN = "golden.npz"
@@ -196,6 +197,15 @@ def check_golden(bench: Bench, progress: Progress) -> tuple[Check, float | None]
         f"logits within {replay.max_logit_error:.1e}"
     )
     return Check("golden", True, detail), replay.max_logit_error
+
+
+def logit_moves(package: Package) -> float | None:
+    """How far, relatively, logits of a verify pass move when the definition is disturbed."""
+    path = package.directory / golden_path(package.manifest)
+    if not path.is_file():
+        return None
+    with np.load(path, allow_pickle=False) as file:
+        return max((float(file[k]) for k in file.files if k.endswith("/moves/logits")), default=0)
 
 
 def _read(bench: Bench) -> Iterator[Pass]:

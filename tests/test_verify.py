@@ -351,7 +351,7 @@ def test_a_sampler_that_ignores_a_parameter_fails(
 
 
 def patch_form(monkeypatch: pytest.MonkeyPatch, name: str, form: Callable[..., Any]) -> None:
-    monkeypatch.setitem(lowering._OWN, getattr(ops, name).default, form)
+    monkeypatch.setitem(lowering._FORMS, getattr(ops, name).default, form)
 
 
 def test_a_loop_that_commits_too_little_fails(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
