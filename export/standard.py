@@ -12,27 +12,30 @@ from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
+from onnx_ir.passes.common import CommonSubexpressionEliminationPass, RemoveUnusedNodesPass
 from onnxscript import GraphBuilder
 from torch.export import ExportedProgram
 
+from qwen_mtp.custom_ops.linear import EMBEDDING, LINEAR
 from qwen_mtp.custom_ops.torch_library import OPERATORS
 from qwen_mtp.export.blueprint import Blueprint
 from qwen_mtp.export.compose import WEIGHTS_FILE, external, finished
 from qwen_mtp.export.form import Form
 from qwen_mtp.export.lowering import OWN, lower
 from qwen_mtp.export.plan import Plan
-from qwen_mtp.export.standard_forms import DECOMPOSED
+from qwen_mtp.export.standard_forms import DECOMPOSED, scatter_rows
 from qwen_mtp.graphs.spec import GraphSpec, TensorSpec
 from qwen_mtp.progress import Progress
 
-OPSET = 18  # what it needs: reductions whose axes are inputs, integer Min and Max
-IR_VERSION = 8
+# Every release of ATC's parser that was looked at registers all operators used here for opset 13,
+# and none does for 18: Round, MatMulInteger and ScatterElements end earlier.
+OPSET = 13
+IR_VERSION = 7
 MODEL_FILE = "{graph}.onnx"
 SCRIPT = "atc-onnx.sh"
-# Their ONNX forms are one or two operators of ai.onnx; decomposed ones would spell them out.
-_KEPT = {o.name for o in OPERATORS if o.decomposed is None} | {"linear", "embedding"}
-_FORMS = DECOMPOSED | {OWN[o.name]: o.onnx for o in OPERATORS if o.name in _KEPT}
+# What is not decomposed. A linear layer is a Gemm already, which takes the weight as it is stored.
+_KEPT = {"scatter_rows": scatter_rows, "linear": LINEAR.onnx, "embedding": EMBEDDING.onnx}
+_FORMS = DECOMPOSED | {OWN[name]: form for name, form in _KEPT.items()}
 _DECOMPOSITIONS = {OWN[o.name]: o.decomposed for o in OPERATORS if o.name not in _KEPT}
 _TYPES = {
     "float32": ir.DataType.FLOAT,
@@ -126,6 +129,7 @@ def standard_model(blueprint: Blueprint, spec: GraphSpec) -> ir.Model:
     model = finished(root, builder)
     model.ir_version = IR_VERSION
     RemoveUnusedNodesPass()(model)
+    CommonSubexpressionEliminationPass()(model)  # layers compute the same masks and slots
     return model
 
 

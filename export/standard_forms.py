@@ -1,9 +1,14 @@
-"""ONNX forms, in operators of opset 18, of the aten operators that decomposed forms use.
+"""ONNX forms, in operators of opset 13, of the aten operators that decomposed forms use.
 
 Types follow torch: where operands differ, both are cast to what torch would promote to.
+
+ATC's parser of ONNX narrows the choice further. ReduceMax and ReduceMean are not used: their axes
+became inputs late, and whether a release of it reads them as inputs or as attributes varies. An
+integer Div becomes a division of reals there, so one is only written where it leaves no rest.
 """
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -51,7 +56,7 @@ def _unequal(op: Any, x: Any, y: Any) -> Any:
 
 
 def _floor_divide(op: Any, x: Any, y: Any) -> Any:
-    """Integers; Div alone rounds towards zero."""
+    """Integers, rounded down."""
     x, y = _pair(op, x, y)
     return op.Div(op.Sub(x, op.Mod(x, y)), y)
 
@@ -98,17 +103,21 @@ def _sum(op: Any, x: Any, dims: Sequence[int], keep: bool = False, dtype: Any = 
 
 
 def _mean(op: Any, x: Any, dims: Sequence[int], keep: bool = False) -> Any:
-    return op.ReduceMean(x, _ints(op, *dims), keepdims=int(keep))
+    count = prod(int(x.shape[dim]) for dim in dims)
+    return op.Mul(_sum(op, x, dims, keep), _number(op, x, 1 / count))
 
 
 def _max(op: Any, x: Any, dim: int, keep: bool = False) -> Any:
-    peak = op.ReduceMax(x, _ints(op, dim), keepdims=int(keep))
+    """The largest by TopK; where by ArgMax, which takes the first of equal ones everywhere."""
+    peak, _ = op.TopK(x, _ints(op, 1), axis=dim, _outputs=2)
+    if not keep:
+        peak = op.Squeeze(peak, _ints(op, dim))
     return [peak, op.ArgMax(x, axis=dim, keepdims=int(keep))]
 
 
 def _any(op: Any, x: Any, dim: int, keep: bool = False) -> Any:
-    marks = op.ReduceMax(op.Cast(x, to=6), _ints(op, dim), keepdims=int(keep))
-    return op.Greater(marks, const(op, np.array(0, np.int32)))
+    marks = op.Cast(x, to=ONNX_TYPES[torch.float32])
+    return op.Greater(_sum(op, marks, [dim], keep), const(op, np.array(0, np.float32)))
 
 
 def _cumsum(op: Any, x: Any, dim: int) -> Any:
@@ -131,6 +140,15 @@ def _gather(op: Any, x: Any, dim: int, index: Any) -> Any:
 
 def _scatter(op: Any, x: Any, dim: int, index: Any, source: Any) -> Any:
     return op.ScatterElements(x, index, source, axis=dim)
+
+
+def scatter_rows(op: Any, pool: Any, slots: Any, rows: Any) -> Any:
+    """The form of ``qwen_mtp.scatter_rows``: a slot is a block and a place in it."""
+    size = const(op, np.array(int(pool.shape[1]), np.int32))
+    pair = [op.Unsqueeze(x, _ints(op, 1))
+            for x in (_floor_divide(op, slots, size), op.Mod(slots, size))]  # fmt: skip
+    index = op.Cast(op.Concat(*pair, axis=1), to=ONNX_TYPES[torch.int64])
+    return op.ScatterND(pool, index, rows)
 
 
 DECOMPOSED: dict[Any, Form] = FORMS | {
