@@ -16,7 +16,9 @@ import importlib
 import importlib.machinery
 import os
 import re
+import signal
 import sys
+import threading
 import types
 import warnings
 from collections.abc import Iterator
@@ -68,7 +70,7 @@ def bring_up() -> tuple[Any, Writer]:
     writer = _native(wheel) or _stand_in(wheel)
     sys.path.insert(0, str(wheel.root / "dynamo"))
     try:
-        with quiet():
+        with quiet(), _own_signals():
             torchair = importlib.import_module("torchair")
             importlib.import_module(_TENSOR_LENGTHS)
     except ModuleNotFoundError as missing:
@@ -245,6 +247,19 @@ def _schemas(wheel: Wheel) -> Iterator[str]:
         schema = match[1].decode()
         found.setdefault(schema.split("(", 1)[0], schema)
     yield from found.values()
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Keep what the process does when it is told to stop: torchair takes that over on import."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
 
 @contextmanager
