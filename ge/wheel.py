@@ -110,7 +110,10 @@ def _places() -> list[Path]:
 
 
 def _checked(root: Path) -> Wheel:
-    text = (root / "version.py").read_text(encoding="utf-8")
+    try:
+        text = (root / "version.py").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        text = ""
     found = re.search(r"__version__\s*=\s*['\"]([^'\"]+)", text)
     version = found[1] if found else "unknown"
     if version != VERSION:

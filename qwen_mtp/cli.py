@@ -149,7 +149,7 @@ def _ascend(
 ) -> AscendChoice | None:
     if target == "air":
         ops = tuple(sorted(set(custom_ops)))
-        soc = soc_version or DEFAULT_SOC
+        soc = DEFAULT_SOC if soc_version is None else soc_version
         return AscendChoice(lowering=lowering or "portable", soc_version=soc, custom_ops=ops)
     for option, value in (("--lowering", lowering), ("--soc-version", soc_version)):
         if value is not None:
