@@ -19,6 +19,7 @@ from qwen_mtp.graphs.spec import StateSpec, TensorSpec
 from qwen_mtp.runtime.package import Package
 
 Array = npt.NDArray[Any]
+_DAMAGE = (LookupError, RuntimeError, TypeError, ValueError)  # PackageError among the last
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -53,8 +54,8 @@ class InterpretedEngine:
             outputs = [t.name for t in self.package.graph(graph).outputs]
             try:
                 self._graphs[graph] = Interpreter(load_air(path), self._weights, outputs)
-            except PackageError as error:
-                raise PackageError(f"{path}: {error}") from error
+            except _DAMAGE as error:
+                raise self._stopped(graph, error) from error
         return self._graphs[graph]
 
     def buffer(self, graph: str, name: str) -> Array:
@@ -93,9 +94,18 @@ class InterpretedEngine:
         wide = np.zeros((len(table), self.table_width(0)), np.int32)
         wide[:, : table.shape[1]] = table
         inputs["block_table"] = torch.from_numpy(wide)
-        results = self.interpreter(graph).run(inputs)
-        for tensor in spec.outputs:
-            self._keep(tensor, results[tensor.name], slot)
+        interpreter = self.interpreter(graph)
+        try:
+            results = interpreter.run(inputs)
+            for tensor in spec.outputs:
+                self._keep(tensor, results[tensor.name], slot)
+        except _DAMAGE as error:
+            raise self._stopped(graph, error) from error
+
+    def _stopped(self, graph: str, error: Exception) -> PackageError:
+        path = self.package.directory / self.package.manifest.model_path(graph)
+        reason = " ".join(str(error).split())
+        return PackageError(f"{path}: {reason}; run qwen-mtp verify on the package")
 
     def _keep(self, tensor: TensorSpec, value: torch.Tensor, slot: int) -> None:
         if tensor.state is None:
