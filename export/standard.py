@@ -6,6 +6,7 @@ forms, and aten becomes ONNX one node at a time. Every dimension is a number, th
 functions and no subgraphs, and the models share the weight file beside them (docs/adr/0009).
 """
 
+import warnings
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -138,7 +139,9 @@ def _command(graph: str) -> str:
 
 
 def _decomposed(program: ExportedProgram) -> ExportedProgram:
-    result: ExportedProgram = program.run_decompositions(_DECOMPOSITIONS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's, about its own code
+        result: ExportedProgram = program.run_decompositions(_DECOMPOSITIONS)
     return result
 
 
