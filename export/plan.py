@@ -13,6 +13,8 @@ from qwen_mtp.graphs.weights import file_bytes
 
 INTERPRETER = 500 << 20  # what torch and a traced model take, measured
 LOADING = 2.3  # peak of a loading session over the bytes of its weights, measured
+LAYER = 16 << 20  # a layer of GE models while they are converted, measured with 8 and 24
+COPIES = 3  # float32 copies of the largest matrix while graphs are evaluated, measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +54,12 @@ class Plan:
         """Estimated peak memory of an export that ends with its check.
 
         Writing takes about one tensor; the peak is the check, when a session is loading and the
-        pages of the file are in memory beside the packed copies.
+        pages of the file are in memory beside the packed copies. For Ascend no session is loaded
+        and weights are mapped: it is the conversion, or one product.
         """
+        if self.ascend is not None:
+            table = 4 * self.config.vocab_size * self.config.hidden_size
+            return INTERPRETER + LAYER * len(self.config.layer_kinds) + COPIES * table
         return INTERPRETER + int(LOADING * self.weight_bytes)
 
 
