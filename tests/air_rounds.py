@@ -126,6 +126,7 @@ class Seen:
         gaps: Largest difference by what it is of.
         ties: Where the tokens differ, how far ONNX Runtime's two best logits are apart.
         draft_ties: The same of the head's drafts.
+        pairs: Accepted counts of neighbouring rounds.
     """
 
     tokens: int = 0
@@ -134,20 +135,22 @@ class Seen:
     gaps: dict[str, float] = field(default_factory=dict)
     ties: list[float] = field(default_factory=list)
     draft_ties: list[float] = field(default_factory=list)
+    pairs: set[tuple[int, int]] = field(default_factory=set)
 
-    def gap(self, name: str, found: Floats, wanted: Floats) -> None:
-        """Note a difference; one that is not a number counts as infinite."""
+    def gap(self, name: str, found: Floats, wanted: Floats, unit: float = 1.0) -> None:
+        """Note a difference in ``unit``; one that is not a number counts as infinite."""
         assert found.shape == wanted.shape, name
-        worst = float(np.abs(found - wanted).max()) if found.size else 0.0
+        worst = float(np.abs(found - wanted).max()) / unit if found.size else 0.0
         worst = worst if np.isfinite(worst) else float("inf")
         self.gaps[name] = max(self.gaps.get(name, 0.0), worst)
 
     def gaps_of(self, found: States, wanted: States) -> None:
-        """Note the differences of states, by the last part of their names."""
+        """Note differences of states, where a tensor passes 1 as parts of its largest value."""
         assert found.keys() == wanted.keys()
         for name, value in found.items():
             head = "mtp." if name.startswith("mtp.") else ""
-            self.gap(head + name.rpartition(".")[2], value, wanted[name])
+            largest = float(np.abs(wanted[name]).max(initial=1.0))
+            self.gap(head + name.rpartition(".")[2], value, wanted[name], largest)
 
 
 def margin(row: Floats) -> float:
