@@ -1,4 +1,4 @@
-"""``verify`` passes packages for Ascend as they are exported and tells what is wrong with others."""
+"""``verify`` passes packages for Ascend as they are exported and names what is wrong."""
 
 import json
 import sys
@@ -244,6 +244,15 @@ def test_a_loop_that_commits_too_little_fails(monkeypatch: pytest.MonkeyPatch) -
         outcome = check_tolerant(GeBench(Package.open(path)), Silent())
         assert not outcome.check.passed
         assert "plain decoding" in outcome.check.detail
+
+
+def test_of_a_large_model_few_accept_counts_are_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qwen_mtp.checks_tolerant.LARGE", 0)
+    package = Package.open(fused())
+    outcome = check_tolerant(GeBench(package), Silent())
+    assert outcome.check.passed
+    assert outcome.check.detail.endswith("few accept counts were forced: the model is large")
+    assert outcome.patterns == 4 * package.manifest.geometry.max_num_seqs
 
 
 def test_a_near_tie_ends_a_run_and_the_rest_is_forced_behind_another_prompt() -> None:
