@@ -23,6 +23,8 @@ if TYPE_CHECKING:
         RequestError,
         VerificationError,
     )
+    from qwen_mtp.graphs.spec import AscendChoice
+    from qwen_mtp.interpreted import InterpretedEngine
     from qwen_mtp.pipeline import export_package
     from qwen_mtp.runtime.llm import LLM
     from qwen_mtp.runtime.outputs import CompletionOutput, Delta, RequestOutput, Stats
@@ -42,6 +44,8 @@ _HOMES = {
         "RequestError",
         "VerificationError",
     ),
+    "qwen_mtp.graphs.spec": ("AscendChoice",),
+    "qwen_mtp.interpreted": ("InterpretedEngine",),
     "qwen_mtp.pipeline": ("export_package",),
     "qwen_mtp.runtime.llm": ("LLM",),
     "qwen_mtp.runtime.outputs": ("CompletionOutput", "Delta", "RequestOutput", "Stats"),
@@ -54,10 +58,12 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "LLM",
+    "AscendChoice",
     "CheckpointError",
     "CompletionOutput",
     "Delta",
     "ExportError",
+    "InterpretedEngine",
     "MissingExtraError",
     "ModelConfig",
     "Package",

@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from qwen_mtp.export.torchair import bring_up
 from qwen_mtp.ge.wheel import has_cann, hidden_torch_npu
 from tests.commands import checkpoint, exported
 
@@ -95,6 +97,15 @@ assert import_utils.is_torch_npu_available() is False
 """
     done = python(site, code)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_recurrent_kernel_answers_in_the_type_of_its_values(dtype: torch.dtype) -> None:
+    bring_up()
+    rows, states = torch.empty(4, 2, 16, dtype=dtype), torch.empty(4, 2, 16, 16, dtype=dtype)
+    given = [tensor.to("meta") for tensor in (rows, rows, rows, states)]
+    out, new = torch.ops.npu.npu_recurrent_gated_delta_rule_functional(*given)
+    assert (out.dtype, new.dtype, out.shape, new.shape) == (dtype, dtype, rows.shape, states.shape)
 
 
 def test_what_was_loaded_before_it_was_hidden_is_there_again(
