@@ -11,16 +11,20 @@ import pytest
 
 from qwen_mtp.errors import MissingExtraError, PackageError, RequestError
 from qwen_mtp.ge.proto import load_air
+from qwen_mtp.ge.soc import find_soc
 from qwen_mtp.interpreted import InterpretedEngine
 from qwen_mtp.runtime.llm import LLM
 from qwen_mtp.runtime.om import OM_DIRECTORY, OmEngine
 from qwen_mtp.runtime.package import Package
 from qwen_mtp.runtime.sampling import SamplingParams
 from qwen_mtp.runtime.session import Session
+from qwen_mtp.verify import verify_package
 from tests.acl_stand_in import StandIn
 from tests.air_commands import air_copy, air_package_of_the_commands
+from tests.air_packages import air_package
 from tests.commands import checkpoint, exported, qwen_mtp, qwen_mtp_export, refused, untouched
 from tests.om_packages import module_acl
+from tests.packages import random_checkpoint
 
 GREEDY = ("--max-tokens", "8", "--temperature", "0", "--ignore-eos")
 
@@ -138,6 +142,23 @@ def test_310p_takes_either_lowering_in_float16(
     assert found["geometry"]["dtype"] == dtype
     assert found["geometry"]["layout"] == layout
     assert found["ascend"]["choice"]["soc_version"] == "Ascend310P3"
+
+
+@pytest.mark.slow
+def test_what_310p_takes_passes_its_checks() -> None:
+    package = air_package(
+        random_checkpoint(),
+        "fused",
+        format="fp16",
+        block_size=16,
+        soc_version="Ascend310P3",
+    )
+    report = verify_package(package.directory)
+    assert report.passed, report.checks
+    shown = json.loads(qwen_mtp("inspect", package.directory, "--json").stdout)["ascend"]
+    types = {name for operators in shown["operators"].values() for name in operators}
+    assert "RmsNorm" in types
+    assert not types & find_soc("Ascend310P3").lacks
 
 
 # --- run --------------------------------------------------------------------------------------
