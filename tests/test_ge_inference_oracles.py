@@ -45,7 +45,6 @@ def test_inferred_dtypes_and_shapes_are_those_of_a_run(tmp_path: Path) -> None:
         assert (values[edge].dtype, values[edge].shape) == ran, edge
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch and torchair warn of their own code
 def test_inferred_dtypes_and_sizes_are_those_torch_traced() -> None:
     """torchair notes what torch traced for a node on its last operator; views only reshape it."""
