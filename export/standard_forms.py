@@ -86,6 +86,12 @@ def _permute(op: Any, x: Any, dims: Sequence[int]) -> Any:
     return op.Transpose(x, perm=[d % len(dims) for d in dims])
 
 
+def _swap(op: Any, x: Any, first: int, second: int) -> Any:
+    order = list(range(len(x.shape)))
+    order[first], order[second] = order[second], order[first]
+    return op.Transpose(x, perm=order)
+
+
 def _expand(op: Any, x: Any, sizes: Sequence[int]) -> Any:
     return op.Expand(x, _ints(op, *(max(size, 1) for size in sizes)))  # -1: as it is
 
@@ -188,9 +194,11 @@ DECOMPOSED: dict[Any, Form] = FORMS | {
     aten.where.self: _where,
     aten._to_copy.default: _cast,
     aten.clone.default: _same,
+    aten.alias.default: _same,
     aten._unsafe_view.default: FORMS[aten.view.default],
     aten.t.default: _transpose,
     aten.permute.default: _permute,
+    aten.transpose.int: _swap,
     aten.expand.default: _expand,
     aten.unbind.int: _unbind,
     aten.squeeze.dim: lambda op, x, dim: op.Squeeze(x, _ints(op, dim)),

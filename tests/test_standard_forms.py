@@ -105,7 +105,15 @@ CASES: dict[str, Case] = {
         ),
         (X, WIDE),
     ),
-    "copies": (lambda x: (x.clone(), x.permute(1, 0).reshape(-1)), (X,)),
+    "copies": (
+        lambda x: (
+            x.clone(),
+            x.permute(1, 0).reshape(-1),
+            x.unsqueeze(0).transpose(-1, 1),
+            aten.alias.default(x),
+        ),
+        (X,),
+    ),
     "half precision": (
         lambda h: (h * 2, h.float() + 0.5, h + 1.5, h.float().to(torch.float16)),
         (X.half(),),

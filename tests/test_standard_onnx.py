@@ -131,6 +131,32 @@ def test_matrices_of_8_bits_are_multiplied_in_integers() -> None:
     assert kinds.count("Transpose") == 1
 
 
+LONG = GEOMETRY | {"prefill_chunk": 128, "max_model_len": 256, "lookaheads": ()}
+
+
+def test_a_long_chunk_needs_no_other_operators() -> None:
+    """Its delta rule works on blocks of rows, with products that a short one does without."""
+    plan = plan_package(random_model(), format="fp32", opset_domain="standard", **LONG)
+    check_nodes(ir.to_proto(standard_model(plan.blueprint, plan.blueprint.specs[0])))
+
+
+@pytest.mark.slow
+def test_a_long_chunk_gives_the_logits_of_the_default_package(tmp_path: Path) -> None:
+    plan = plan_package(random_model(), format="fp32", opset_domain="standard", **LONG)
+    write_package(plan, tmp_path, Silent())
+    packages = Package.open(tmp_path), default_package(random_model(), format="fp32", **LONG)
+    prompt = np.random.default_rng(1).integers(0, 256, 150).tolist()
+    tracks = []
+    for package in packages:
+        session = Session(package, threads=1, keep_logits=True)
+        tracks.append(begin(session, Track(prompt, nothing)))
+        for _ in range(3):
+            advance(session, tracks[-1:])
+    assert tracks[0].tokens == tracks[1].tokens
+    for mine, theirs in zip(tracks[0].logits, tracks[1].logits, strict=True):
+        assert np.abs(mine - theirs).max() <= 1e-4
+
+
 def test_all_models_read_one_weight_file() -> None:
     package = standard("random", "fp32")
     stored = {t.name: t for t in package.manifest.weights}
