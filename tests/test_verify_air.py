@@ -380,4 +380,4 @@ def test_few_mutants_of_a_fused_graph_hide_behind_the_rounding_of_bfloat16() -> 
         counts, _ = judged(judge, chosen(load_air(judge.path), 3))
     assert counts.total() >= 100
     assert counts["nobody"] <= counts.total() // 8
-    assert counts["golden"] >= 2 * counts["nobody"]
+    assert counts["golden"] > counts["nobody"]
