@@ -40,9 +40,8 @@ LENGTH, LIMIT, VOCABULARY = 48, 128, 2048
 LENGTHS = (1, 2, 3, 4, 5, 8, 12, 15, 16, 17, 20, 24, 31, 32, 33, 40, 48, 56, 64, 70)
 BOUNDS = {"logits": 1e-4, "draft logits": 1e-4}
 STATE = 1e-5
-# A difference of the two best logits that bfloat16 cannot be held to: its logits move by up to
-# NEAR / 2, and either of the two may be the one that moves.
-NEAR = 0.25
+# What bfloat16 may do to the trained model: its best logits are near 10, where a step is 1/16.
+NEAR, MOVED = 0.1, 0.3  # two best logits that may change places; any logit
 
 
 @pytest.fixture(autouse=True)
@@ -189,15 +188,15 @@ def test_portable_models_with_one_slot_give_the_tokens_of_onnx_runtime(k: int) -
     same_tokens(truths(), tracks)
 
 
-def near(seen: Seen, most: float, few: float = 0.03) -> None:
-    """Tokens differ at near ties alone, and these are few."""
+def near(seen: Seen, tie: float = NEAR, moved: float = MOVED, few: float = 0.03) -> None:
+    """Tokens differ where the two best logits are nearly equal and nowhere else; few do."""
     print(seen)
-    assert max(seen.ties, default=0) < most
+    assert max(seen.ties, default=0) < tie
     assert len(seen.ties) <= few * seen.tokens
-    assert max(seen.draft_ties, default=0) < most
+    assert max(seen.draft_ties, default=0) < tie
     assert len(seen.draft_ties) <= few * max(seen.drafts, 1)
-    assert seen.gaps["logits"] <= most / 2
-    assert seen.gaps["draft logits"] <= most / 2
+    assert seen.gaps["logits"] < moved
+    assert seen.gaps.get("draft logits", 0) < moved
 
 
 @pytest.mark.slow
@@ -208,7 +207,7 @@ def test_fused_models_give_the_tokens_of_onnx_runtime_but_for_near_ties(
 ) -> None:
     tracks = scripts(truths(), k)
     seen = run(fused(*custom_ops), k, tracks, onnx())
-    near(seen, NEAR)
+    near(seen)
     same_tokens(truths(), tracks)
     assert set(seen.accepted) == set(range(k + 1))
     assert transitions(tracks) == {(a, b) for a in range(k + 1) for b in range(k + 1)}
@@ -222,7 +221,7 @@ def test_fused_models_decode_with_and_without_drafts_in_one_package(
 ) -> None:
     known = truths()[2::5]
     tracks = [Track(truth.prompt, drafter) for truth in known]
-    near(run(fused(), k, tracks, onnx()), NEAR)
+    near(run(fused(), k, tracks, onnx()))
 
 
 @pytest.mark.slow
@@ -233,7 +232,7 @@ def test_fused_models_sample_as_onnx_runtime_until_a_draw_falls_between_them() -
     tracks = [Track(truths()[4].prompt, own, ask), Track(truths()[13].prompt, own, ask)]
     seen = run(fused(), 3, tracks, onnx(), 40)
     print(seen)
-    assert len(seen.ties) <= 0.1 * seen.tokens
+    assert len(seen.ties) <= 0.25 * seen.tokens
 
 
 @pytest.mark.slow
@@ -242,7 +241,7 @@ def test_portable_float16_models_for_310p_give_the_tokens_of_onnx_runtime() -> N
         TRAINED, format="fp16", lookaheads=(3,), max_model_len=LIMIT, soc_version="Ascend310P3"
     )
     tracks = scripts(truths(), 3)
-    near(run(half, 3, tracks, onnx()), 0.05)
+    near(run(half, 3, tracks, onnx()), 0.02, 0.05)
 
 
 @pytest.mark.slow
@@ -252,7 +251,7 @@ def test_int8_models_with_float32_activations_give_the_logits_of_onnx_runtime() 
         TRAINED, format="int8", dtype="float32", lookaheads=(3,), max_model_len=LIMIT
     )
     tracks = scripts(truths("int8"), 3)
-    near(run(whole, 3, tracks, onnx("int8")), 0.3)
+    near(run(whole, 3, tracks, onnx("int8")), 0.1, 0.3)
 
 
 @pytest.mark.slow
