@@ -30,7 +30,6 @@ from qwen_mtp.graphs.manifest import FileEntry, PackageManifest, load_manifest
 from qwen_mtp.graphs.model import Model
 from qwen_mtp.graphs.spec import (
     Geometry,
-    GraphSpec,
     StateSpec,
     TensorSpec,
     WeightFormat,
@@ -48,7 +47,7 @@ LIVE = 2  # slots that are recorded
 NUDGE: dict[WeightFormat, float] = {"fp32": 3e-8, "int8": 1e-6, "int4": 1e-6}
 SEED = 20
 STATE_VALUES = 32  # values kept of each state tensor
-ROW_VALUES = 512  # and of hidden rows and logits
+ROW_VALUES = 512  # and of hidden rows, logits and rows written to pools, where positions show
 _SILENT = Silent()
 
 
@@ -239,7 +238,7 @@ class _Recorder:
             if tensor.dtype == "int32":
                 self._arrays[f"{prefix}/out/{name}"] = data
                 continue
-            places = self._choose(own.spec, tensor, data, live)
+            places = self._choose(own, tensor, live)
             values = data[tuple(places)]
             moved = float(np.linalg.norm(twin.outputs[name][tuple(places)] - values))
             size = max(float(np.linalg.norm(values)), 1e-30)
@@ -249,17 +248,19 @@ class _Recorder:
             self._arrays[f"{prefix}/at/{name}"] = places.astype(np.int32)
             self._arrays[f"{prefix}/moves/{name}"] = np.array(moved / size)
 
-    def _choose(self, spec: GraphSpec, tensor: TensorSpec, data: Array, live: Array) -> Array:
+    def _choose(self, run: Result, tensor: TensorSpec, live: Array) -> Array:
         """Places ``[ndim, n]``: an even choice among nonzero values that a live row made."""
+        data = run.outputs[tensor.name]
         kept = data != 0
         if _pool(tensor):
+            kept &= data != run.before[tensor.name]
             size = self._geometry.block_size  # block 0 belongs to nobody
             paged = self._geometry.layout != "lazy"
             (kept[:1] if paged else kept[:, :size])[:] = False
-        elif spec.kind != "prefill":
+        elif run.spec.kind != "prefill":
             self._drop_dead_rows(tensor, kept, live)
         places = np.array(np.nonzero(kept))
-        most = STATE_VALUES if tensor.state else ROW_VALUES
+        most = STATE_VALUES if tensor.state and not _pool(tensor) else ROW_VALUES
         chosen = np.linspace(0, places.shape[1] - 1, min(most, places.shape[1])).astype(int)
         return places[:, chosen]
 

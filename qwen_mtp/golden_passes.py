@@ -28,12 +28,14 @@ class Result:
         spec: The graph.
         slot: For a prefill, the batch slot.
         inputs: Inputs that are not state.
+        before: States as the run read them, as ``{name}.out``.
         outputs: Outputs, and states changed in place as ``{name}.out``.
     """
 
     spec: GraphSpec
     slot: int
     inputs: dict[str, Array]
+    before: dict[str, Array]
     outputs: dict[str, Array]
 
 
@@ -81,10 +83,11 @@ class Player:
         spec = self._specs[graph]
         given = dict(given) | {"hidden": self.hidden}
         inputs = {
-            t.name: self._view(t, slot) if t.state else _input(t, given) for t in spec.inputs
+            t.name: self._view(t, slot).copy() if t.state else _input(t, given)
+            for t in spec.inputs
         }
         with torch.no_grad(), _Rounding(self._half) if self._half else nullcontext():
-            flat = (torch.from_numpy(data.copy()) for data in inputs.values())
+            flat = (torch.from_numpy(data) for data in inputs.values())
             found = Graph(self._model, spec)(*flat)
         outputs = {}
         for tensor, result in zip(results(spec), found, strict=True):
@@ -92,7 +95,8 @@ class Player:
             if tensor.state is not None:
                 self._view(tensor, slot)[:] = outputs[tensor.name]
         own = {t.name: inputs[t.name] for t in spec.inputs if t.state is None}
-        return Result(spec, slot, own, outputs)
+        before = {f"{t.name}.out": inputs[t.name] for t in spec.inputs if t.state}
+        return Result(spec, slot, own, before, outputs)
 
     def _view(self, tensor: TensorSpec, slot: int) -> Array:
         assert tensor.state is not None
