@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from qwen_mtp.export.checkpoint import Checkpoint
 from qwen_mtp.export.blueprint import Blueprint
+from qwen_mtp.export.checkpoint import Checkpoint
 from qwen_mtp.export.weights import load_weights
 from qwen_mtp.graphs.model import Graph, Model
 from qwen_mtp.graphs.spec import Geometry, state_specs
