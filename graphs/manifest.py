@@ -42,12 +42,15 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         max_logit_error: Largest difference between a graph and the meaning of its operators;
             None for a model too large to be evaluated in NumPy.
         machine: The processor it ran on; row invariance is a property of the machine.
+        near_ties: Where it is rounding that decides between two tokens, places in which on and
+            off took one each; only graphs whose rows depend on their pass have any.
     """
 
     greedy_equal: bool
     patterns: int
     max_logit_error: float | None
     machine: str
+    near_ties: int = 0
 
 
 class AscendTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -60,6 +60,7 @@ class Report:
             patterns=self.patterns,
             max_logit_error=self.max_logit_error,
             machine=self.machine,
+            near_ties=self.near_ties if equal else 0,
         )
 
 

@@ -352,6 +352,8 @@ def _verification_line(record: Verification | None) -> str:
     if record is None:
         return "no; run qwen-mtp verify"
     equal = "equal" if record.greedy_equal else "NOT equal"
+    if record.near_ties and not record.greedy_equal:
+        equal = f"equal but for {_count(record.near_ties, 'near tie')}"
     return (
         f"speculation on and off {equal} over {record.patterns} forced rounds ({record.machine})"
     )
