@@ -23,7 +23,7 @@ from qwen_mtp.export.air import compose_air
 from qwen_mtp.export.blueprint import Blueprint
 from qwen_mtp.export.torchair import bring_up
 from qwen_mtp.ge.choice import activation_dtype, check_choice, has_fused_attention
-from qwen_mtp.graphs.spec import AscendChoice, Geometry
+from qwen_mtp.graphs.spec import AscendChoice, Geometry, WeightFormat
 
 SHAPES: dict[str, dict[str, Any]] = {
     "0.8b": {
@@ -108,7 +108,7 @@ def main() -> None:
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
     choice = AscendChoice(lowering=asked.lowering, soc_version=asked.soc_version)
-    format = asked.format or ("fp16" if asked.lowering == "portable" else "bf16")
+    format: WeightFormat = asked.format or ("fp16" if asked.lowering == "portable" else "bf16")
     geometry = Geometry(
         max_num_seqs=asked.max_num_seqs,
         max_model_len=asked.max_model_len,

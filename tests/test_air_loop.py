@@ -119,15 +119,20 @@ def same_tokens(known: Sequence[Track], tracks: Sequence[Track], length: int = L
         assert differences(truth, track, length) == [], f"prompt {i}"
 
 
-@pytest.mark.parametrize("k", [1, 3])
-def test_portable_models_give_the_tokens_logits_and_state_of_onnx_runtime(k: int) -> None:
+@pytest.mark.parametrize(
+    ("k", "part"), [(1, 2), (3, 1), pytest.param(1, 1, marks=pytest.mark.slow)]
+)
+def test_portable_models_give_the_tokens_logits_and_state_of_onnx_runtime(
+    k: int, part: int
+) -> None:
     """Every count of accepted drafts after every other, two slots that start and end ragged."""
-    tracks = scripts(truths(), k)
+    known = truths()[::part]
+    tracks = scripts(known, k)
     seen = run(portable(), k, tracks, onnx())
     print(seen)
     equal(seen)
-    same_tokens(truths(), tracks)
-    assert seen.tokens >= len(LENGTHS) * LENGTH
+    same_tokens(known, tracks)
+    assert seen.tokens >= len(known) * LENGTH
     assert set(seen.accepted) == set(range(k + 1))
     assert transitions(tracks) == {(a, b) for a in range(k + 1) for b in range(k + 1)}
 

@@ -1,6 +1,7 @@
 """The sampler inside a GE graph says what its meaning says, case by case."""
 
 import warnings
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -20,9 +21,18 @@ from tests.rejection_slots import Form, differing, slot_case
 
 pytestmark = needs_wheel
 SLOTS, STOPS = 8, 3
-SIZES = [(1, 60), (2, 7), (3, 1025), (7, 200)]  # drafts, vocabulary
+SIZES = [(2, 7), (3, 1025), (7, 200)]  # drafts, vocabulary
 KERNEL = "MtpRejectionSample"
 CASES = 2000
+
+
+@pytest.fixture(autouse=True)
+def one_torch_thread() -> Iterator[None]:
+    """Small products on several threads spend their time waiting for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 class Sampler(torch.nn.Module):
@@ -87,11 +97,17 @@ def cases(drafts: int, vocabulary: int, count: int) -> list[Feeds]:
     return found
 
 
-@pytest.mark.parametrize("custom_ops", [(), (KERNEL,)], ids=["operators", "kernel"])
-def test_the_sampler_of_a_graph_says_what_the_meaning_says(custom_ops: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("custom_ops", "sizes"),
+    [((), SIZES), ((KERNEL,), SIZES[1:2])],
+    ids=["operators", "kernel"],
+)
+def test_the_sampler_of_a_graph_says_what_the_meaning_says(
+    custom_ops: tuple[str, ...], sizes: list[tuple[int, int]]
+) -> None:
     slots, found = 0, []
-    for drafts, vocabulary in SIZES:
-        batches = cases(drafts, vocabulary, -(-CASES // (SLOTS * len(SIZES))))
+    for drafts, vocabulary in sizes:
+        batches = cases(drafts, vocabulary, -(-CASES // (SLOTS * len(sizes))))
         sampler = form(drafts, vocabulary, custom_ops)
         for feeds in batches:
             found += differing(sampler, feeds)
