@@ -50,6 +50,7 @@ LENGTHS = (1, 2, 3, CHUNK, CHUNK + 1, 40)
 STEPS = 36
 STATE = 1e-5
 DEEP, NEAR = 0.35, 0.15  # of states behind the first layer; two best logits that may change places
+TRAINED_DEEP = 0.02
 
 
 @pytest.fixture(autouse=True)
@@ -214,7 +215,7 @@ def test_portable_state_equals_one_token_stepping_when_rounds_have_any_length() 
     assert seen.ties == []
 
 
-def in_slots(seen: Seen) -> None:
+def in_slots(seen: Seen, deep: float = DEEP) -> None:
     """What may differ and by how much.
 
     Inside a round the state goes from row to row in float32, between rounds it is a slot in
@@ -226,7 +227,7 @@ def in_slots(seen: Seen) -> None:
     print(seen)
     assert seen.gaps.pop("layers.0.conv") == 0
     assert seen.gaps.pop("layers.0.ssm") <= 4 / 256
-    assert {name: gap for name, gap in seen.gaps.items() if gap > DEEP} == {}
+    assert {name: gap for name, gap in seen.gaps.items() if gap > deep} == {}
     assert max(seen.ties, default=0) < NEAR
     assert len(seen.ties) <= 0.08 * seen.tokens
 
@@ -236,7 +237,7 @@ def test_every_slot_holds_what_its_row_leaves_after_every_count_after_every_othe
     histories = stepped("fused", max(k, K))
     running = ge_session(model("fused", max(k, K)), k)
     seen = replay(running, histories, counts(k), slot_gaps)
-    in_slots(seen)
+    in_slots(seen, DEEP if k <= K else TRAINED_DEEP)
     assert seen.pairs == every(k)
 
 
