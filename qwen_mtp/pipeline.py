@@ -135,6 +135,7 @@ def plan_package(
         MissingExtraError: The extra ``export``, or for Ascend ``npu``, is not installed.
     """
     with _needs_export_extra():
+        import qwen_mtp.export.package  # noqa: F401 - what writing needs is missed before any work
         from qwen_mtp.export.plan import plan_export
     if max_model_len is None:
         limit = ModelConfig.from_checkpoint(checkpoint).max_position_embeddings

@@ -126,7 +126,7 @@ def full(*_: object, **__: object) -> Any:
 @pytest.mark.parametrize(
     ("owner", "name", "file"),
     [
-        ("qwen_mtp.export.package.ir", "save", ""),
+        ("qwen_mtp.export.compose.ir", "save", ""),
         ("os", "pwrite", ""),
         ("qwen_mtp.export.package.Path", "write_bytes", ""),
         ("qwen_mtp.golden.np", "savez_compressed", ""),

@@ -96,7 +96,7 @@ def _sees_next(patch: pytest.MonkeyPatch) -> None:
 def _form(operator: str, form: Callable[..., Any]) -> Mutant:
     """Lower an operator to another ONNX form."""
     overload = getattr(torch.ops.qwen_mtp, operator).default
-    return lambda patch: patch.setitem(lowering._OWN, overload, form)
+    return lambda patch: patch.setitem(lowering._FORMS, overload, form)
 
 
 GRAPHS: dict[str, tuple[WeightFormat, Mutant]] = {
