@@ -48,14 +48,19 @@ _ATC = """\
 #!/bin/sh
 # Compiles the ONNX models of this folder with ATC. Needs CANN: source its set_env.sh first.
 #
-#   sh atc-onnx.sh                               all graphs
-#   SOC_VERSION=Ascend310P3 sh atc-onnx.sh       for another chip
+#   sh atc-onnx.sh                             all graphs
+#   SOC_VERSION=Ascend910B3 sh atc-onnx.sh     for another chip
 #
+# 310P needs an export with --format fp16: it has no products of float32.
 # The weights lie in one file that the models name relative to this folder, so ATC runs in it.
 # Types are kept as they are in the models.
 set -eu
 cd "$(dirname "$0")"
 SOC_VERSION="${{SOC_VERSION:-Ascend910B4}}"
+command -v atc >/dev/null || {{
+  echo "error: atc not found; source CANN's set_env.sh" >&2
+  exit 1
+}}
 mkdir -p om
 for graph in {graphs}; do
   echo "atc: $graph for $SOC_VERSION" >&2
@@ -66,28 +71,36 @@ done
 _README = """\
 # Graphs in standard ONNX
 
-One Qwen checkpoint with its MTP head: a model for each graph of `manifest.json`, opset {opset},
-operators of `ai.onnx` alone, every dimension a number. They were run with ONNX Runtime here, and
-have not been compiled or run on an NPU.
+One Qwen checkpoint{head}: a model for each graph of `manifest.json`, opset {opset}, operators of
+`ai.onnx` alone, every dimension a number. `qwen-mtp verify` checks them with ONNX Runtime;
+`verification` in `manifest.json` has what it found, or `null` where it did not run. When they were
+written, none had been compiled or run on an NPU.
 
 | file | what |
 |---|---|
+| `manifest.json` | graphs, states, weights and how they were made |
 | `*.onnx` | one model for each graph |
 | `weights.bin` | the weights of all models, as ONNX external data: keep it beside them |
+| `golden.npz` | where there is one: values of the torch definition, for `qwen-mtp verify` |
 | `atc-onnx.sh` | the ATC commands |
 
-Where ATC is at hand: `source` CANN's `set_env.sh`, then `sh atc-onnx.sh`, which runs for each
-graph, in this folder,
+Other files are copies of the checkpoint's.
+
+Where ATC is at hand: `source` CANN's `set_env.sh`, then `sh atc-onnx.sh`. In this folder, it runs
 
     {command}
 
+`SOC_VERSION=NAME sh atc-onnx.sh` is for another chip; 310P needs an export with `--format fp16`.
+
 A state is an input and an output, `<state>` and `<state>.out`. What a graph gave as `<state>.out`
 is the `<state>` of the next one; the two may share memory where a state is a key/value pool
-(`*.key`, `*.value`), and only there. `qwen-mtp run` on the package does all this on a CPU.
+(`*.key`, `*.value`), and only there. `qwen-mtp run` on the package does all this on a CPU; it does
+not drive the compiled models.
 """
+_HEAD = " with its MTP head"
 _COMMAND = (
     "atc --framework=5 --model={graph}.onnx --output=om/{graph} --soc_version=Ascend910B4 "
-    "--input_format=ND --precision_mode_v2=origin --deterministic=1"
+    "--input_format=ND --precision_mode_v2=origin --deterministic=1 --log=error"
 )
 
 
@@ -102,10 +115,8 @@ def write_standard(plan: Plan, directory: Path, progress: Progress) -> Form:
         progress.phase(f"graph {spec.name}")
         ir.save(standard_model(plan.blueprint, spec), directory / f"{spec.name}.onnx")
     names = [spec.name for spec in plan.blueprint.specs]
-    script, note = _ATC.format(graphs=" ".join(names)), "\n    ".join(map(_command, names))
-    (directory / SCRIPT).write_text(script, encoding="utf-8")
-    text = _README.format(opset=OPSET, command=note)
-    (directory / "README.md").write_text(text, encoding="utf-8")
+    (directory / SCRIPT).write_text(_ATC.format(graphs=" ".join(names)), encoding="utf-8")
+    (directory / "README.md").write_text(_note(plan, names), encoding="utf-8")
     tools = {name: version(name) for name in ("onnx-ir", "onnxscript")}
     return Form("onnxruntime", MODEL_FILE, WEIGHTS_FILE, tools)
 
@@ -134,8 +145,10 @@ def standard_model(blueprint: Blueprint, spec: GraphSpec) -> ir.Model:
     return model
 
 
-def _command(graph: str) -> str:
-    return _COMMAND.format(graph=graph)
+def _note(plan: Plan, graphs: Sequence[str]) -> str:
+    head = _HEAD if plan.geometry.lookaheads else ""
+    commands = ("mkdir -p om", *(_COMMAND.format(graph=graph) for graph in graphs))
+    return _README.format(head=head, opset=OPSET, command="\n    ".join(commands))
 
 
 def _decomposed(program: ExportedProgram) -> ExportedProgram:

@@ -83,6 +83,11 @@ def find_wheel() -> Wheel:
     for root in _places():
         if (root / "dynamo" / "torchair" / "__init__.py").is_file():
             return _checked(root)
+    if given := os.environ.get(PLACE):
+        raise MissingExtraError(
+            f"{PLACE} is {given}, which holds no torch_npu: name the directory that does, "
+            "or unset it"
+        )
     raise MissingExtraError(f"Ascend graphs need torch_npu {VERSION}: {_REMEDY}")
 
 
@@ -100,6 +105,16 @@ def messages() -> Any:
         raise MissingExtraError(
             f"reading Ascend graphs needs {missing.name}: pip install 'qwen-mtp[npu]'"
         ) from missing
+    except Exception as error:  # whatever a damaged file of Python raises
+        raise damaged(error) from error
+
+
+def damaged(error: Exception) -> MissingExtraError:
+    """What a wheel that cannot be loaded is answered with."""
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return MissingExtraError(
+        f"{find_wheel().root}: torch_npu cannot be loaded ({reason}); install it again"
+    )
 
 
 def _places() -> list[Path]:
@@ -127,4 +142,5 @@ def _load(name: str, path: Path) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    assert module.ModelDef is not None
     return module

@@ -192,9 +192,9 @@ def check_golden(bench: Bench, progress: Progress) -> tuple[Check, float | None]
             return Check("golden", False, problem), replay.max_logit_error
         progress.advance(1)
     detail = (
-        f"{len(steps)} passes within {replay.max_error:.1e} of the torch modules "
+        f"{len(steps)} passes within a relative {replay.max_error:.1e} of the torch modules "
         f"(allowed there: {replay.allowed:.1e}), "
-        f"logits within {replay.max_logit_error:.1e}"
+        f"logits within an absolute {replay.max_logit_error:.1e}"
     )
     return Check("golden", True, detail), replay.max_logit_error
 

@@ -154,7 +154,7 @@ def _detail(decoding: Tolerant, lookaheads: Sequence[int], large: bool) -> str:
     names = ", ".join(map(str, lookaheads))
     parts = [
         f"K={names} equals plain decoding over {decoding.patterns} forced rounds and the head's "
-        f"own drafts; logits within {decoding.max_error:.1e} of its",
+        f"own drafts; logits within a relative {decoding.max_error:.1e} of plain decoding's",
         f"{decoding.ties} near ties" if decoding.ties else "no near ties",
     ]
     if decoding.left:

@@ -116,10 +116,17 @@ def wheel_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.mark.parametrize("options", [[], ["--dry-run"]])
 def test_a_missing_wheel_is_answered_with_what_to_install(
-    wheel_at: Path, tmp_path: Path, options: list[str]
+    wheel_at: Path, tmp_path: Path, options: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv(PLACE)
+    monkeypatch.setattr("qwen_mtp.ge.wheel._places", lambda: [wheel_at])
     result = rejected(checkpoint(), tmp_path, *AIR, *options)
     refused(result, 1, f"need torch_npu {VERSION}", "pip install 'qwen-mtp[npu]'", "--target")
+
+
+def test_a_named_place_without_a_wheel_is_named(wheel_at: Path, tmp_path: Path) -> None:
+    line = f"{PLACE} is {wheel_at}, which holds no torch_npu"
+    refused(rejected(checkpoint(), tmp_path, *AIR), 1, line, "or unset it")
 
 
 def test_a_wheel_of_another_version_is_named(wheel_at: Path, tmp_path: Path) -> None:

@@ -52,6 +52,8 @@ def test_an_export_names_the_chip_as_atc_does_and_says_what_was_written() -> Non
     assert manifest.ascend.choice.soc_version == "Ascend910B4"
     script = (path / "ascend" / "atc.sh").read_text()
     assert "SOC_VERSION:-Ascend910B4" in script
+    assert script.index("command -v atc") < script.index("mkdir -p om")
+    assert "Qwen checkpoint with its MTP head," in (path / "ascend" / "README.md").read_text()
     lines = result.stdout.splitlines()
     assert any(
         line.startswith("ascend    portable operators in float32 for Ascend910B4, written with")

@@ -1,6 +1,7 @@
 """Packages in standard ONNX: what the models may hold, and that they compute what others do."""
 
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from functools import cache
@@ -263,15 +264,32 @@ def test_the_script_compiles_every_model_in_its_folder(tmp_path: Path) -> None:
     (folder / "atc-onnx.sh").unlink()
     (folder / "atc-onnx.sh").write_text(script)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    environment["SOC_VERSION"] = "Ascend310P3"
+    environment["SOC_VERSION"] = "Ascend910B3"
     subprocess.run(["sh", str(folder / "atc-onnx.sh")], env=environment, check=True, cwd="/")
     lines = (tmp_path / "log").read_text().splitlines()
     assert len(lines) == len(package.manifest.graphs)
     note = (package.directory / "README.md").read_text()
     for line, graph in zip(lines, package.manifest.graphs, strict=True):
         assert f"--framework=5 --model={graph.name}.onnx --output=om/{graph.name} " in line
-        assert "--soc_version=Ascend310P3" in line
-        assert f"atc --framework=5 --model={graph.name}.onnx" in note
+        assert "--soc_version=Ascend910B3" in line
+        assert f"atc {line.replace('910B3', '910B4')}\n" in note
+
+
+def test_the_script_says_where_atc_comes_from(tmp_path: Path) -> None:
+    script = tmp_path / "atc-onnx.sh"
+    script.write_text((standard("random", "fp32").directory / script.name).read_text())
+    for name in ("dirname", "mkdir"):
+        (tmp_path / name).symlink_to(str(shutil.which(name)))
+    done = subprocess.run(
+        ["/bin/sh", str(script)],
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    line = "error: atc not found; source CANN's set_env.sh\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", line)
+    assert not (tmp_path / "om").exists()
 
 
 BAD = {
