@@ -110,12 +110,13 @@ def write_air(plan: Plan, directory: Path, progress: Progress) -> Form:
 
 
 def _write_model(stem: Path, model: Any) -> None:
-    if model.ByteSize() >= LARGEST:
+    data = model.SerializeToString(deterministic=True)
+    if len(data) >= LARGEST:
         raise ExportError(
-            f"{stem.name}: the model has {model.ByteSize()} bytes, GE reads less than {LARGEST}; "
+            f"{stem.name}: the model has {len(data)} bytes, GE reads less than {LARGEST}; "
             "export with a smaller --prefill-chunk"
         )
-    stem.with_name(f"{stem.name}.air").write_bytes(model.SerializeToString(deterministic=True))
+    stem.with_name(f"{stem.name}.air").write_bytes(data)
     stem.with_name(f"{stem.name}.pbtxt").write_text(
         text_format.MessageToString(model), encoding="utf-8"
     )

@@ -68,9 +68,9 @@ def finish(model: Any, interface: Interface) -> Any:
     graph.drop_casts(graph.infer())
     graph.merge_equal()
     graph.drop_unread({t.name for t in interface.spec.inputs})
-    graph.describe(graph.infer())
     graph.name_outputs([t.name for t in interface.spec.outputs])
     graph.name_others()
+    graph.describe(graph.infer())
     return graph.model(interface.spec.name)
 
 

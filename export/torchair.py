@@ -30,7 +30,7 @@ import torch
 
 from qwen_mtp.errors import MissingExtraError
 from qwen_mtp.ge.prototypes import Prototype, Prototypes, wheel_prototypes
-from qwen_mtp.ge.wheel import Wheel, find_wheel, has_cann
+from qwen_mtp.ge.wheel import Wheel, damaged, find_wheel, has_cann
 
 Writer = Literal["cann", "stand-in"]
 _CORE = "torchair.core._torchair"
@@ -74,9 +74,13 @@ def bring_up() -> tuple[Any, Writer]:
             torchair = importlib.import_module("torchair")
             importlib.import_module(_TENSOR_LENGTHS)
     except ModuleNotFoundError as missing:
+        if (missing.name or "").startswith("torchair"):
+            raise damaged(missing) from missing
         raise MissingExtraError(
             f"torch_npu needs {missing.name}: pip install 'qwen-mtp[npu]'"
         ) from missing
+    except Exception as error:  # whatever a damaged file of Python raises
+        raise damaged(error) from error
     finally:
         sys.path.remove(str(wheel.root / "dynamo"))
     _correct_delta_rule()

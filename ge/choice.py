@@ -21,8 +21,10 @@ def canonical(choice: AscendChoice) -> AscendChoice:
     """The choice with the chip as ATC spells it and its operators ascending, each once.
 
     Raises:
-        ExportError: The chip is unknown.
+        ExportError: The chip or the lowering is unknown.
     """
+    if choice.lowering not in ("portable", "fused"):
+        raise ExportError(f"lowering is {choice.lowering!r}: give portable or fused")
     ops = tuple(sorted(set(choice.custom_ops)))
     return replace(choice, soc_version=find_soc(choice.soc_version).name, custom_ops=ops)
 
@@ -58,6 +60,8 @@ def activation_dtype(
     Raises:
         ExportError: The two contradict each other.
     """
+    if dtype not in (None, *_FULL.values()):
+        raise ExportError(f"dtype is {dtype!r}: give one of {', '.join(_FULL.values())}")
     own = _FULL.get(format)
     if own is None:
         half: Activation = "float16" if _is_small(choice) else "bfloat16"

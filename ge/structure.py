@@ -62,7 +62,7 @@ def check_port_names(nodes: Sequence[Node]) -> Iterator[Finding]:
             if keys is None or places is None:
                 yield Finding(node.name, "port names", f"{node.type}: no names of its {side}s")
                 continue
-            listed = [name.decode() for name in keys.list.s]
+            listed = [name.decode(errors="replace") for name in keys.list.s]
             if listed != [d.name for d in descs] or list(places.list.i) != [*range(len(descs))]:
                 wanted = [d.name for d in descs]
                 message = f"{side}s are listed as {listed}, declared {wanted}"

@@ -96,7 +96,7 @@ class Call:
     def text(self, name: str, default: str | None = None) -> str:
         """An attribute of type String."""
         found = self._attr(name, "s", default)
-        return found.decode() if isinstance(found, bytes) else str(found)
+        return found.decode(errors="replace") if isinstance(found, bytes) else str(found)
 
     def list_attr(self, name: str, default: Sequence[int] | None = None) -> list[int]:
         """An attribute of type ListInt."""

@@ -6,10 +6,12 @@ Every finding is one line: graph, rule, operator, what is wrong.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from qwen_mtp.checks_report import Check, one_line
-from qwen_mtp.errors import PackageError
+from qwen_mtp.errors import ExportError, PackageError
 from qwen_mtp.ge.check import check_graph
+from qwen_mtp.ge.choice import check_choice
 from qwen_mtp.ge.overlay import corrected
 from qwen_mtp.ge.proto import load_air
 from qwen_mtp.ge.prototypes import Prototypes, wheel_prototypes
@@ -71,6 +73,7 @@ def check_static(package: Package, progress: Progress) -> Static:
         count, more = _one(package, graph.name, path, prototypes)
         operators, found = operators + count, found + more
         progress.advance(1)
+    found += _against_manifest(package)
     about_operators = [f for f in found if f.finding.rule in OPERATOR_RULES]
     others = [f for f in found if f.finding.rule not in OPERATOR_RULES]
     assert package.manifest.ascend is not None
@@ -101,7 +104,27 @@ def _one(
         path.parent,
         choice.custom_ops,
     )
-    return len(model.graph[0].op), [Found(graph, finding) for finding in found]
+    findings = [Found(graph, finding) for finding in found]
+    return len(model.graph[0].op), findings + _weights(package, graph, model)
+
+
+def _against_manifest(package: Package) -> list[Found]:
+    """What the manifest says of the chip must be possible."""
+    manifest = package.manifest
+    assert manifest.ascend is not None
+    try:
+        check_choice(manifest.ascend.choice, manifest.geometry)
+    except ExportError as error:
+        return [Found("manifest", Finding("ascend.choice", "soc", one_line(error)))]
+    return []
+
+
+def _weights(package: Package, graph: str, model: Any) -> list[Found]:
+    """Every weight of a graph must be listed: the sum of a file that is not is never looked at."""
+    listed = {tensor.name for tensor in package.manifest.weights}
+    files = (op.name for op in model.graph[0].op if op.type == "FileConstant")
+    lost = [name for name in files if name not in listed]
+    return [Found(graph, Finding(name, "weights", "not in the manifest")) for name in lost]
 
 
 def _judge(name: str, found: Sequence[Found], detail: str) -> Check:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from qwen_mtp.export.plan import Plan
 
 MAX_LOOKAHEAD = 15
+_MOST = {"max_num_seqs": 256, "prefill_chunk": 4096}
 DEFAULT_MODEL_LEN = 4096
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 BLOCK_SIZE = 64
@@ -179,9 +180,11 @@ def _dtype(
 
 def _check(geometry: Geometry, block_sizes: Collection[int]) -> None:
     for name, least in (("max_num_seqs", 1), ("prefill_chunk", 1), ("max_model_len", 2)):
-        value = getattr(geometry, name)
+        value, most = getattr(geometry, name), _MOST.get(name)
         if value < least:
             raise ExportError(f"{name} is {value}: give a number >= {least}")
+        if most is not None and value > most:
+            raise ExportError(f"{name} is {value}: give a number <= {most}")
     if geometry.block_size not in block_sizes:
         raise ExportError(f"block_size is {geometry.block_size}: give one of {tuple(block_sizes)}")
     for k in geometry.lookaheads:

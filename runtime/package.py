@@ -92,6 +92,9 @@ def _check_target(root: Path, manifest: PackageManifest) -> None:
     if (target is None) == (manifest.backend == "ascend"):
         found = None if target is None else target.choice.soc_version
         raise _odd(root, "ascend", found, f"but backend is {manifest.backend!r}")
+    if (target is None) == ("{tensor}" in manifest.weights_file):
+        wanted = f"which is not how packages for {manifest.backend} keep them"
+        raise _odd(root, "weights_file", manifest.weights_file, wanted)
     if target is None:
         return
     try:

@@ -260,11 +260,13 @@ def test_int8_models_with_float32_activations_give_the_logits_of_onnx_runtime() 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("format", "leader", "most"), [("int8", "int8", 0.6), ("int4", "int4", 2)]
-)
+@pytest.mark.parametrize(("format", "tie", "moved"), [("int8", 0.3, 0.6), ("int4", 1.0, 3.0)])
 def test_quantised_fused_models_stay_close_to_those_of_onnx_runtime(
-    format: str, leader: str, most: float
+    format: str, tie: float, moved: float
 ) -> None:
-    tracks = scripts(truths(leader), 3)
-    near(run(fused(format=format), 3, tracks, onnx(leader)), most, few=0.1)
+    """Of int4 the two have other groups, so these are two models of one checkpoint.
+
+    Each is as far from the model in fp32 as they are from each other.
+    """
+    tracks = scripts(truths(format), 3)
+    near(run(fused(format=format), 3, tracks, onnx(format)), tie, moved, few=0.1)
