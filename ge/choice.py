@@ -4,17 +4,12 @@ from dataclasses import replace
 
 from qwen_mtp.errors import ExportError
 from qwen_mtp.ge.soc import Soc, check_format, check_rows, find_soc
-from qwen_mtp.graphs.spec import Activation, AscendChoice, Geometry, WeightFormat
+from qwen_mtp.graphs.spec import FULL_FORMATS, Activation, AscendChoice, Geometry, WeightFormat
 
 # Operators that this project, or another, builds as a package beside CANN.
 PACKAGED = ("FusedCausalConv1d", "MtpRejectionSample", "RecurrentGatedDeltaRule")
 RECURRENT = "RecurrentGatedDeltaRule"
 _FUSED_ONLY = ("FusedCausalConv1d", RECURRENT)  # they keep state in the layout of fused graphs
-_FULL: dict[WeightFormat, Activation] = {
-    "fp32": "float32",
-    "fp16": "float16",
-    "bf16": "bfloat16",
-}
 
 
 def canonical(choice: AscendChoice) -> AscendChoice:
@@ -60,9 +55,9 @@ def activation_dtype(
     Raises:
         ExportError: The two contradict each other.
     """
-    if dtype not in (None, *_FULL.values()):
-        raise ExportError(f"dtype is {dtype!r}: give one of {', '.join(_FULL.values())}")
-    own = _FULL.get(format)
+    if dtype not in (None, *FULL_FORMATS.values()):
+        raise ExportError(f"dtype is {dtype!r}: give one of {', '.join(FULL_FORMATS.values())}")
+    own = FULL_FORMATS.get(format)
     if own is None:
         half: Activation = "float16" if _is_small(choice) else "bfloat16"
         return dtype or (half if choice.lowering == "fused" else "float16")

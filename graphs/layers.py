@@ -13,7 +13,7 @@ from qwen_mtp.config import ModelConfig
 from qwen_mtp.custom_ops.linear import BLOCK
 from qwen_mtp.custom_ops.linear_npu import PACKED
 from qwen_mtp.custom_ops.torch_library import ops
-from qwen_mtp.graphs.spec import Activation, DType, Geometry, WeightFormat
+from qwen_mtp.graphs.spec import FULL_FORMATS, Activation, DType, Geometry, WeightFormat
 from qwen_mtp.graphs.weights import Recipe, Source, WeightGroup
 
 Tensor = torch.Tensor
@@ -21,11 +21,6 @@ DTYPES: dict[DType, torch.dtype] = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
-}
-_FULL: dict[WeightFormat, torch.dtype] = {
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
 }
 
 
@@ -112,7 +107,7 @@ class Linear(Stored):
             self.store("weight", (out, blocks, BLOCK // 2), torch.uint8)
             self.store("scale", (out, blocks), torch.float32)
         else:
-            self.store("weight", (out, in_features), _FULL[format])
+            self.store("weight", (out, in_features), DTYPES[FULL_FORMATS[format]])
 
     def int8_shape(self, in_features: int, out: int) -> tuple[int, int]:
         """The kernel multiplies by ``[K, N]``."""

@@ -16,6 +16,12 @@ WeightFormat = Literal["fp32", "fp16", "bf16", "int8", "int4", "int4_npu"]
 Layout = Literal["lazy", "paged", "slots"]
 OpsetDomain = Literal["microsoft", "standard"]
 
+# What weights that are not quantised are stored in, by the name of the format.
+FULL_FORMATS: dict[WeightFormat, Activation] = {
+    "fp32": "float32",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+}
 ITEM_BYTES = {"float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1}
 STOP_IDS = 16  # width of the list of ids that ``min_tokens`` bans
 
@@ -75,6 +81,10 @@ class GraphSpec:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
 
+    def tensor(self, name: str) -> TensorSpec:
+        """The input or output of that name."""
+        return next(t for t in (*self.inputs, *self.outputs) if t.name == name)
+
     @property
     def in_place(self) -> tuple[str, ...]:
         """Inputs that the graph changes: states without an output of their new value."""
@@ -119,9 +129,7 @@ class Geometry:
     @property
     def full_format(self) -> WeightFormat:
         """The format of weights that are never quantised."""
-        formats: dict[Activation, WeightFormat]
-        formats = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-        return formats[self.dtype]
+        return next(f for f, dtype in FULL_FORMATS.items() if dtype == self.dtype)
 
     @property
     def matrix_format(self) -> WeightFormat:

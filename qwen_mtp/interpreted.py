@@ -15,12 +15,12 @@ import torch
 from qwen_mtp.errors import PackageError
 from qwen_mtp.ge.interpreter import Interpreter, WeightFiles
 from qwen_mtp.ge.proto import load_air
+from qwen_mtp.graphs.layers import DTYPES
 from qwen_mtp.graphs.spec import StateSpec, TensorSpec
 from qwen_mtp.runtime.package import Package
 
 Array = npt.NDArray[Any]
 _DAMAGE = (LookupError, RuntimeError, TypeError, ValueError)  # PackageError among the last
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class InterpretedEngine:
@@ -60,8 +60,7 @@ class InterpretedEngine:
 
     def buffer(self, graph: str, name: str) -> Array:
         """The array of an input or output that is neither state nor block table."""
-        spec = self.package.graph(graph)
-        return self._io(next(t for t in (*spec.inputs, *spec.outputs) if t.name == name))
+        return self._io(self.package.graph(graph).tensor(name))
 
     def state(self, name: str) -> Array:
         """A state tensor; bfloat16 comes as a float32 copy, all others as they are in memory."""

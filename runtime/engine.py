@@ -123,9 +123,7 @@ class Engine:
         Graphs share a buffer when name and shape agree: that is how the draft graph reads the
         tokens and hidden rows that the verify graph wrote.
         """
-        spec = self.package.graph(graph)
-        tensor = next(t for t in (*spec.inputs, *spec.outputs) if t.name == name)
-        return self._io(tensor)
+        return self._io(self.package.graph(graph).tensor(name))
 
     def state(self, name: str) -> Array:
         """A state tensor as the next run will read it."""

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from os import PathLike
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from qwen_mtp.errors import MissingExtraError, RequestError
+from qwen_mtp.runtime.closing import Closing
 from qwen_mtp.runtime.limits import check_request
 from qwen_mtp.runtime.outputs import CompletionOutput, Delta, RequestOutput, StatsCounter
 from qwen_mtp.runtime.package import Package
@@ -36,7 +36,7 @@ class _Request:
     name: str = field(default_factory=lambda: uuid.uuid4().hex[:16])
 
 
-class LLM:
+class LLM(Closing):
     """Runs one package; a context manager.
 
     Not safe for use from several threads at once: the batch slots are the way to run requests
@@ -83,19 +83,6 @@ class LLM:
         )
         self._text: Text | None = None
         self._busy = False
-
-    def __enter__(self) -> Self:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close."""
-        self.close()
 
     def close(self) -> None:
         """Free the model and its state; closing twice is harmless.

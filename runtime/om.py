@@ -15,8 +15,7 @@ Memory on the device, all of it taken when the package is loaded:
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +23,7 @@ import numpy.typing as npt
 from qwen_mtp.errors import PackageError
 from qwen_mtp.graphs.spec import GraphSpec, StateSpec, TensorSpec
 from qwen_mtp.runtime.acl import ALIGNMENT, DataSet, Device, OfflineModel
+from qwen_mtp.runtime.closing import Closing
 from qwen_mtp.runtime.om_signature import check_outputs, inputs_in_order, nbytes
 from qwen_mtp.runtime.package import Package
 
@@ -70,7 +70,7 @@ class _Loaded:
     written: DataSet
 
 
-class OmEngine:
+class OmEngine(Closing):
     """Runs the graphs of a package by name on named buffers; a context manager.
 
     Has what a session needs (``Session(package, engine=OmEngine(package))``). Close it when the
@@ -114,19 +114,6 @@ class OmEngine:
             self._device.abandon()
             raise
 
-    def __enter__(self) -> Self:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close."""
-        self.close()
-
     def close(self) -> None:
         """Give back the device and everything on it; closing twice is harmless.
 
@@ -141,8 +128,7 @@ class OmEngine:
         A run reads all inputs from and writes all outputs to these arrays (logits only with
         ``keep_logits``); bfloat16 is held as its bits in uint16.
         """
-        spec = self.package.graph(graph)
-        return self._array(next(t for t in (*spec.inputs, *spec.outputs) if t.name == name))
+        return self._array(self.package.graph(graph).tensor(name))
 
     def state(self, name: str) -> Array:
         """A copy of a state as the next run will read it; bfloat16 as float32."""

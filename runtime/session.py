@@ -8,13 +8,12 @@ committed lazily: the accepted rows of a round are folded in by the next verify 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 
 from qwen_mtp.errors import RequestError
 from qwen_mtp.runtime.blocks import BlockPool
+from qwen_mtp.runtime.closing import Closing
 from qwen_mtp.runtime.engines import close_engine, open_engine
 from qwen_mtp.runtime.feeds import LiveSequence, feed_draft, feed_prefill, feed_verify
 from qwen_mtp.runtime.limits import banned_ids, check_drafts, check_request, check_room
@@ -52,7 +51,7 @@ class StepTimes:
     host: float = 0.0
 
 
-class Session:
+class Session(Closing):
     """Sequences in batch slots over the compiled graphs of one package; a context manager."""
 
     def __init__(
@@ -105,19 +104,6 @@ class Session:
         self._slots: dict[int, LiveSequence] = {}
         self._pool = BlockPool(geometry.num_blocks)
         self._table = np.zeros((geometry.max_num_seqs, geometry.table_width), np.int32)
-
-    def __enter__(self) -> Self:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close."""
-        self.close()
 
     def close(self) -> None:
         """Give back the device of an engine that was loaded here; closing twice is harmless.
