@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qwen_mtp.custom_ops import linear_npu
-from qwen_mtp.custom_ops.operator import MICROSOFT, Operator, alias, const, shared
+from qwen_mtp.custom_ops.operator import MICROSOFT, NAMESPACE, Operator, alias, const, shared
 
 Floats = npt.NDArray[np.float32]
 Activations = npt.NDArray[Any]  # float32, or float16 in half-precision packages
@@ -212,6 +212,20 @@ def _int4_onnx(op: Any, x: Any, packed: Any, scale: Any) -> Any:
     )
 
 
+def _int8_native(op: Any, x: Any, weight: Any, scale: Any) -> Any:
+    return _product_native(op, "LinearInt8", x, weight, scale, int(x.shape[1]))
+
+
+def _int4_native(op: Any, x: Any, packed: Any, scale: Any) -> Any:
+    return _product_native(op, "LinearInt4", x, packed, scale, int(x.shape[1]))
+
+
+def _product_native(op: Any, kind: str, x: Any, weight: Any, scale: Any, width: int) -> Any:
+    rows, out = int(x.shape[0]), int(weight.shape[0])
+    form = getattr(op, kind)
+    return form(x, weight, scale, M=rows, K=width, N=out, _domain=NAMESPACE)
+
+
 def _safe_ids(op: Any, ids: Any) -> Any:
     return op.Max(ids, const(op, np.zeros((), np.int32)))
 
@@ -259,6 +273,7 @@ def _operator(
     onnx: Any,
     fused: Any = None,
     kernels: tuple[str, ...] = (),
+    native: Any = None,
 ) -> Operator:
     return Operator(
         name=name,
@@ -266,6 +281,7 @@ def _operator(
         meaning=meaning,
         fake=fake,
         onnx=onnx,
+        native=native,
         decomposed=getattr(linear_npu, name),
         fused=fused,
         kernels=kernels,
@@ -291,6 +307,7 @@ LINEAR_INT8_ROWS = _operator(
     _int8_rows_onnx,
     linear_npu.linear_int8_rows_fused,
     W8A8,
+    _int8_native,
 )
 LINEAR_INT4 = _operator(
     "linear_int4",
@@ -300,6 +317,7 @@ LINEAR_INT4 = _operator(
     _int4_onnx,
     linear_npu.linear_int4_fused,
     ("WeightQuantBatchMatmulV2",),
+    _int4_native,
 )
 EMBEDDING = _operator(
     "embedding", "Tensor ids, Tensor table", embedding, _rows_fake, _embedding_onnx

@@ -25,6 +25,9 @@ class Operator:
         fake: Shapes and dtypes: called with torch tensors, answers with ``x.new_empty(...)``.
         onnx: Called with an onnxscript ``OpBuilder`` and the inputs as graph values (numbers for
             attributes), answers with the output value(s).
+        native: The same call as ``onnx``, answered with one node of the domain ``qwen_mtp``: a
+            kernel of ``native/``, for machines where those have been compiled. None where
+            standard operators serve as well.
         decomposed: The operator in aten calls on torch tensors, every shape static: what a back
             end without a kernel of its own runs (portable GE graphs, standard ONNX). None where
             the operator is a primitive there; it then has a ``ge`` form.
@@ -39,6 +42,7 @@ class Operator:
     meaning: Callable[..., Any]
     fake: Callable[..., Any]
     onnx: Callable[..., Any]
+    native: Callable[..., Any] | None = None
     decomposed: Callable[..., Any] | None = None
     fused: Callable[..., Any] | None = None
     ge: Callable[..., Any] | None = None
