@@ -1,13 +1,17 @@
 """The shape of an operator: one record with every form the operator has."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy.typing as npt
 
 NAMESPACE = "qwen_mtp"
 MICROSOFT = "com.microsoft"
+
+
+def _no_form(*_: Any) -> Any:
+    raise AssertionError("a composite operator was traced whole for a back end without it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +29,9 @@ class Operator:
         fake: Shapes and dtypes: called with torch tensors, answers with ``x.new_empty(...)``.
         onnx: Called with an onnxscript ``OpBuilder`` and the inputs as graph values (numbers for
             attributes), answers with the output value(s).
+        composed: A torch function of smaller operators that says what this one does: it is
+            traced in its place wherever there is no kernel for the whole (``composites.py``).
+            Such an operator has no ONNX form of its own.
         native: The same call as ``onnx``, answered with one node of the domain ``qwen_mtp``: a
             kernel of ``native/``, for machines where those have been compiled. None where
             standard operators serve as well.
@@ -41,7 +48,8 @@ class Operator:
     schema: str
     meaning: Callable[..., Any]
     fake: Callable[..., Any]
-    onnx: Callable[..., Any]
+    onnx: Callable[..., Any] = field(default=_no_form)
+    composed: Callable[..., Any] | None = None
     native: Callable[..., Any] | None = None
     decomposed: Callable[..., Any] | None = None
     fused: Callable[..., Any] | None = None

@@ -69,7 +69,8 @@ def _eager(meaning: Callable[..., Any]) -> Callable[..., Any]:
 
 def _register(operator: Operator) -> None:
     _library.define(operator.name + operator.schema)
-    _library.impl(operator.name, _eager(operator.meaning), "CPU")
+    eager = operator.composed or _eager(operator.meaning)
+    _library.impl(operator.name, eager, "CPU")
     torch.library.register_fake(f"{NAMESPACE}::{operator.name}", operator.fake, lib=_library)
 
 

@@ -1,9 +1,12 @@
 """The torch definition of a package under fake tensors: what every back end starts from."""
 
+from contextlib import nullcontext
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qwen_mtp.config import ModelConfig
+from qwen_mtp.custom_ops import composites
 from qwen_mtp.custom_ops.linear import FLAT
 from qwen_mtp.export.lowering import trace
 from qwen_mtp.graphs.layers import weight_groups
@@ -43,9 +46,9 @@ class Blueprint:
         layout = _own_files if own_files else _one_file
         self.stored: tuple[StoredTensor, ...] = layout(self._model)
 
-    def trace(self, spec: GraphSpec) -> torch.export.ExportedProgram:
-        """Trace one graph."""
-        with self._mode:
+    def trace(self, spec: GraphSpec, *, whole: bool = False) -> torch.export.ExportedProgram:
+        """Trace one graph; ``whole`` keeps composite operators as one node each."""
+        with self._mode, composites.whole() if whole else nullcontext():
             return trace(Graph(self._model, spec))
 
 

@@ -24,6 +24,7 @@ OWN: dict[str, Any] = {
     o.name: getattr(getattr(torch.ops, NAMESPACE), o.name).default for o in OPERATORS
 }
 _FORMS: dict[Any, Form] = FORMS | {OWN[o.name]: o.onnx for o in OPERATORS}
+NATIVE_FORMS: dict[Any, Form] = _FORMS | {OWN[o.name]: o.native for o in OPERATORS if o.native}
 
 
 def trace(graph: Graph) -> torch.export.ExportedProgram:
