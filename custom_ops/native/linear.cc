@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <utility>
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #include <immintrin.h>
@@ -14,7 +15,35 @@ namespace {
 
 constexpr int64_t kBlock = 32;      // inputs that share a scale in the 4-bit format
 constexpr int kTileRows = 6;        // rows that meet a weight while it is in a register
-constexpr int64_t kTileOutputs = 4;
+constexpr int kTileOutputs = 4;
+constexpr int64_t kAhead = 8 << 10;  // bytes that are fetched ahead: the rows of a tile confuse the hardware
+
+// `f` for 0 .. kCount - 1 as constants: arrays of vectors stay in registers only when no loop is
+// left around them.
+template <int kCount, class F>
+__attribute__((always_inline)) inline void unrolled(F&& f) {
+  [&]<int... kIndex>(std::integer_sequence<int, kIndex...>) __attribute__((always_inline)) {
+    (f(std::integral_constant<int, kIndex>{}), ...);
+  }(std::make_integer_sequence<int, kCount>{});
+}
+
+#ifdef QWEN_MTP_VNNI
+// Adds products of four unsigned with four signed bytes to each lane. As a builtin it costs GCC a
+// copy of the sum each time.
+inline __m512i dot(__m512i sum, __m512i unsigned_bytes, __m512i signed_bytes) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(unsigned_bytes), "v"(signed_bytes));
+  return sum;
+}
+
+// The sums of the lanes of four vectors.
+inline __m128i lane_sums(const __m512i (&v)[4]) {
+  const __m512i a = _mm512_add_epi32(_mm512_unpacklo_epi32(v[0], v[1]), _mm512_unpackhi_epi32(v[0], v[1]));
+  const __m512i b = _mm512_add_epi32(_mm512_unpacklo_epi32(v[2], v[3]), _mm512_unpackhi_epi32(v[2], v[3]));
+  const __m512i c = _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+  const __m256i d = _mm256_add_epi32(_mm512_castsi512_si256(c), _mm512_extracti64x4_epi64(c, 1));
+  return _mm_add_epi32(_mm256_castsi256_si128(d), _mm256_extracti128_si256(d, 1));
+}
+#endif
 
 int64_t padded(int64_t count) { return (count + 63) & ~int64_t{63}; }
 
@@ -70,61 +99,82 @@ struct Product8 {
   }
 
 #ifdef QWEN_MTP_VNNI
-  // `kRows` rows from m by `kOuts` channels from n; one row's sums never meet another's.
-  template <int kRows, int kOuts>
-  void tile(int64_t m, int64_t n) const {
+  // `kRows` rows from m by `kOuts` channels from n; one row's sums never meet another's. `totals`
+  // are 128 times the sums of the channels, which the zero point adds to each product: the first
+  // rows leave them for the others.
+  template <int kRows, int kOuts, bool kFirst>
+  void tile(int64_t m, int64_t n, int32_t* totals) const {
     __m512i acc[kRows][kOuts], total[kOuts];
-    for (int j = 0; j < kOuts; ++j) {
+    unrolled<kOuts>([&](auto j) {
       total[j] = _mm512_setzero_si512();
-      for (int i = 0; i < kRows; ++i) acc[i][j] = _mm512_setzero_si512();
-    }
+      unrolled<kRows>([&](auto i) { acc[i][j] = _mm512_setzero_si512(); });
+    });
     const __m512i zero_point = _mm512_set1_epi8(static_cast<char>(128));
-    const uint8_t* rows = q.values + m * q.stride;
-    const int8_t* w = weight + n * inputs;
-    for (int64_t k = 0; k < inputs; k += 64) {
-      const __mmask64 live = inputs - k >= 64 ? ~0ull : (1ull << (inputs - k)) - 1;
+    const int64_t stride = q.stride, width = inputs;
+    const uint8_t* rows = q.values + m * stride;
+    const int8_t* w = weight + n * width;
+    const auto step = [&](int64_t k, auto load) __attribute__((always_inline)) {
       __m512i v[kOuts];
-      for (int j = 0; j < kOuts; ++j) {
-        v[j] = _mm512_maskz_loadu_epi8(live, w + j * inputs + k);
-        total[j] = _mm512_dpbusd_epi32(total[j], zero_point, v[j]);
-      }
-      for (int i = 0; i < kRows; ++i) {
-        const __m512i x = _mm512_load_si512(rows + i * q.stride + k);
-        for (int j = 0; j < kOuts; ++j) acc[i][j] = _mm512_dpbusd_epi32(acc[i][j], x, v[j]);
-      }
+      unrolled<kOuts>([&](auto j) {
+        v[j] = load(w + j * width + k);
+        if constexpr (kFirst) {
+          _mm_prefetch(w + j * width + k + kAhead, _MM_HINT_T0);
+          total[j] = dot(total[j], zero_point, v[j]);
+        }
+      });
+      unrolled<kRows>([&](auto i) {
+        const __m512i x = _mm512_load_si512(rows + i * stride + k);
+        unrolled<kOuts>([&](auto j) { acc[i][j] = dot(acc[i][j], x, v[j]); });
+      });
+    };
+    int64_t k = 0;
+    for (; k + 64 <= width; k += 64) step(k, [](const int8_t* at) { return _mm512_loadu_si512(at); });
+    if (k < width) {
+      const __mmask64 live = (1ull << (width - k)) - 1;
+      step(k, [live](const int8_t* at) { return _mm512_maskz_loadu_epi8(live, at); });
     }
-    for (int i = 0; i < kRows; ++i) {
-      for (int j = 0; j < kOuts; ++j) {
-        const int32_t sum = _mm512_reduce_add_epi32(_mm512_sub_epi32(acc[i][j], total[j]));
-        out[(m + i) * outputs + n + j] = leave(sum, m + i, n + j);
+    if constexpr (kFirst) {
+      unrolled<kOuts>([&](auto j) { totals[j] = _mm512_reduce_add_epi32(total[j]); });
+    }
+    unrolled<kRows>([&](auto i) {
+      float* to = out + (m + i) * outputs + n;
+      if constexpr (kOuts == 4) {
+        const __m128i sums = _mm_sub_epi32(lane_sums(acc[i]), _mm_loadu_si128(reinterpret_cast<__m128i*>(totals)));
+        const __m128 scaled = _mm_mul_ps(_mm_cvtepi32_ps(sums), _mm_loadu_ps(scale + n));
+        _mm_storeu_ps(to, _mm_mul_ps(scaled, _mm_set1_ps(q.scales[m + i])));
+      } else {
+        unrolled<kOuts>([&](auto j) {
+          to[j] = leave(_mm512_reduce_add_epi32(acc[i][j]) - totals[j], m + i, n + j);
+        });
       }
+    });
+  }
+
+  template <int kOuts, bool kFirst>
+  void rows_from(int64_t m, int64_t count, int64_t n, int32_t* totals) const {
+    switch (count) {
+      case 1: return tile<1, kOuts, kFirst>(m, n, totals);
+      case 2: return tile<2, kOuts, kFirst>(m, n, totals);
+      case 3: return tile<3, kOuts, kFirst>(m, n, totals);
+      case 4: return tile<4, kOuts, kFirst>(m, n, totals);
+      case 5: return tile<5, kOuts, kFirst>(m, n, totals);
+      default: return tile<6, kOuts, kFirst>(m, n, totals);
     }
   }
 
   template <int kOuts>
-  void rows_from(int64_t m, int64_t count, int64_t n) const {
-    switch (count) {
-      case 1: return tile<1, kOuts>(m, n);
-      case 2: return tile<2, kOuts>(m, n);
-      case 3: return tile<3, kOuts>(m, n);
-      case 4: return tile<4, kOuts>(m, n);
-      case 5: return tile<5, kOuts>(m, n);
-      default: return tile<6, kOuts>(m, n);
+  void all_rows(int64_t rows, int64_t n) const {
+    int32_t totals[kOuts];
+    rows_from<kOuts, true>(0, std::min<int64_t>(kTileRows, rows), n, totals);
+    for (int64_t m = kTileRows; m < rows; m += kTileRows) {
+      rows_from<kOuts, false>(m, std::min<int64_t>(kTileRows, rows - m), n, totals);
     }
   }
 
   void channels(int64_t rows, int64_t first, int64_t last) const {
     int64_t n = first;
-    for (; n + kTileOutputs <= last; n += kTileOutputs) {
-      for (int64_t m = 0; m < rows; m += kTileRows) {
-        rows_from<kTileOutputs>(m, std::min<int64_t>(kTileRows, rows - m), n);
-      }
-    }
-    for (; n < last; ++n) {
-      for (int64_t m = 0; m < rows; m += kTileRows) {
-        rows_from<1>(m, std::min<int64_t>(kTileRows, rows - m), n);
-      }
-    }
+    for (; n + kTileOutputs <= last; n += kTileOutputs) all_rows<kTileOutputs>(rows, n);
+    for (; n < last; ++n) all_rows<1>(rows, n);
   }
 #else
   void channels(int64_t rows, int64_t first, int64_t last) const {
@@ -191,33 +241,37 @@ struct Product4 {
   template <int kRows>
   void tile(int64_t m, int64_t n) const {
     __m512 acc[kRows];
-    for (int i = 0; i < kRows; ++i) acc[i] = _mm512_setzero_ps();
+    unrolled<kRows>([&](auto i) { acc[i] = _mm512_setzero_ps(); });
     const __m512i low = _mm512_set1_epi8(15);
     // A block is four lanes: scales are spread over them, offsets go to the first of them.
     const __m512i spread = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
     const __mmask16 first = 0x1111;
     const uint8_t* w = packed + n * blocks * 16;
     const float* s = scale + n * blocks;
-    for (int64_t b = 0; b < blocks; b += 4) {
-      const int64_t left = std::min<int64_t>(4, blocks - b);
+    const int64_t count = blocks, wide = r.blocks, stride = r.stride;
+    const int8_t* values = r.values + m * stride;
+    const int32_t* offsets = r.offsets + m * wide;
+    const float* scales = r.scales + m * wide;
+    for (int64_t b = 0; b < count; b += 4) {
+      const int64_t left = std::min<int64_t>(4, count - b);
       const __mmask8 live = static_cast<__mmask8>((1u << left) - 1);
       const __mmask64 bytes = left == 4 ? ~0ull : (1ull << (16 * left)) - 1;
       const __m512i both = _mm512_maskz_loadu_epi8(bytes, w + b * 16);
       const __m512i even = _mm512_and_si512(both, low);
       const __m512i odd = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
       const __m512 ws = _mm512_permutexvar_ps(spread, _mm512_castps128_ps512(_mm_maskz_loadu_ps(live, s + b)));
-      for (int i = 0; i < kRows; ++i) {
-        const int8_t* x = r.values + (m + i) * r.stride + b * kBlock;
-        const int64_t at = (m + i) * r.blocks + b;
-        const __m512i offset = _mm512_maskz_permutexvar_epi32(
-            first, spread, _mm512_castsi128_si512(_mm_load_si128(reinterpret_cast<const __m128i*>(r.offsets + at))));
-        __m512i sum = _mm512_dpbusd_epi32(offset, even, _mm512_load_si512(x));
-        sum = _mm512_dpbusd_epi32(sum, odd, _mm512_load_si512(x + 64));
-        const __m512 xs = _mm512_permutexvar_ps(spread, _mm512_castps128_ps512(_mm_load_ps(r.scales + at)));
+      unrolled<kRows>([&](auto i) {
+        const int8_t* x = values + i * stride + b * kBlock;
+        const int64_t at = i * wide + b;
+        __m512i sum = _mm512_maskz_permutexvar_epi32(
+            first, spread, _mm512_castsi128_si512(_mm_load_si128(reinterpret_cast<const __m128i*>(offsets + at))));
+        sum = dot(sum, even, _mm512_load_si512(x));
+        sum = dot(sum, odd, _mm512_load_si512(x + 64));
+        const __m512 xs = _mm512_permutexvar_ps(spread, _mm512_castps128_ps512(_mm_load_ps(scales + at)));
         acc[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_mul_ps(ws, xs), acc[i]);
-      }
+      });
     }
-    for (int i = 0; i < kRows; ++i) out[(m + i) * outputs + n] = _mm512_reduce_add_ps(acc[i]);
+    unrolled<kRows>([&](auto i) { out[(m + i) * outputs + n] = _mm512_reduce_add_ps(acc[i]); });
   }
 
   void channels(int64_t rows, int64_t first, int64_t last) const {
