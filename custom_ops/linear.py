@@ -1,9 +1,9 @@
 """Linear layers in the three weight formats; every kernel gives a row its own bits.
 
 * ``fp32``: the checkpoint's ``[N, K]`` matrix.
-* ``int8``: ``[K, N]`` int8 with one scale per output channel (a vocabulary that is also read as
-  an embedding keeps ``[N, K]``); activations are quantised per row
-  to uint8 around 128 and multiplied in integers, the arithmetic of Ascend's W8A8-dynamic.
+* ``int8``: ``[N, K]`` int8 with one scale per output channel (``[K, N]`` where an NPU kernel or
+  standard ONNX takes it so: ``linear_int8``); activations are quantised per row to uint8 around
+  128 and multiplied in integers, the arithmetic of Ascend's W8A8-dynamic.
   A per-tensor activation scale would let a draft row move the rows before it.
 * ``int4``: blocks of 32 along K, symmetric, two values a byte, low nibble first
   (``MatMulNBits`` with accuracy_level 4, the only variant whose rows are independent).
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qwen_mtp.custom_ops import linear_npu
-from qwen_mtp.custom_ops.operator import MICROSOFT, NAMESPACE, Operator, alias, const, shared
+from qwen_mtp.custom_ops.operator import MICROSOFT, NAMESPACE, Operator, alias, const
 
 Floats = npt.NDArray[np.float32]
 Activations = npt.NDArray[Any]  # float32, or float16 in half-precision packages
@@ -178,23 +178,29 @@ def _product_onnx(op: Any, x: Any, weight: Any) -> Any:
     return op.Gemm(x, weight, transB=1)
 
 
-def _int8_onnx(op: Any, x: Any, weight: Any, scale: Any) -> Any:
+def _quantised(op: Any, x: Any) -> tuple[Any, Any]:
+    """Rows as uint8 around 128, and their scales ``[M]``."""
     # A row of zeros has scale 0: whatever it is quantised to, the product is multiplied by 0.
     steps = const(op, np.array(127, np.float32))
     row_scale = op.Div(op.ReduceMax(op.Abs(x), [-1], keepdims=0), steps)
     zeros = const(op, np.full(int(x.shape[0]), ZERO_POINT, np.uint8))
-    q = op.QuantizeLinear(x, row_scale, zeros, axis=0)
+    return op.QuantizeLinear(x, row_scale, zeros, axis=0), row_scale
+
+
+def _int8_onnx(op: Any, x: Any, weight: Any, scale: Any) -> Any:
+    q, row_scale = _quantised(op, x)
     one, zero_point = const(op, np.ones((), np.float32)), const(op, np.array(128, np.uint8))
     product = op.MatMulIntegerToFloat(q, weight, one, scale, zero_point, _domain=MICROSOFT)
     return op.Mul(product, op.Unsqueeze(row_scale, [1]))
 
 
 def _int8_rows_onnx(op: Any, x: Any, weight: Any, scale: Any) -> Any:
-    # Folded when the session loads, packed for the kernel and then released: what stays in
-    # memory beside the packed copy is the file, and of that only the rows that are read.
-    root = op.builder.root.op
-    columns = shared(root, ("columns", weight), lambda: root.Transpose(weight, perm=[1, 0]))
-    return _int8_onnx(op, x, columns, scale)
+    q, row_scale = _quantised(op, x)
+    one, zero_point = const(op, np.ones((), np.float32)), const(op, np.array(128, np.uint8))
+    none = const(op, np.zeros(int(weight.shape[0]), np.int8))
+    inputs = (q, one, zero_point, weight, scale, none)
+    product = op.QGemm(*inputs, transB=1, _domain=MICROSOFT)
+    return op.Mul(product, op.Unsqueeze(row_scale, [1]))
 
 
 def _int4_onnx(op: Any, x: Any, packed: Any, scale: Any) -> Any:

@@ -18,7 +18,7 @@ from onnxscript import GraphBuilder
 from qwen_mtp.custom_ops.operator import MICROSOFT, NAMESPACE, const
 from qwen_mtp.export.blueprint import Blueprint
 from qwen_mtp.export.form import Form
-from qwen_mtp.export.lowering import input_values, lower
+from qwen_mtp.export.lowering import NATIVE_FORMS, ONNX_FORMS, input_values, lower
 from qwen_mtp.export.plan import Plan
 from qwen_mtp.graphs.manifest import SELECTOR
 from qwen_mtp.graphs.spec import GraphSpec
@@ -28,6 +28,7 @@ from qwen_mtp.progress import Progress
 OPSET = 24
 IR_VERSION = 11
 MODEL_FILE = "model.onnx"
+NATIVE_FILE = "model.native.onnx"
 WEIGHTS_FILE = "weights.bin"
 _ONNX = {"float32": ir.DataType.FLOAT, "int32": ir.DataType.INT32}
 _STORED = {
@@ -39,25 +40,29 @@ _STORED = {
 
 
 def write_onnx(plan: Plan, directory: Path, progress: Progress) -> Form:
-    """Write ``model.onnx``; the weights are the caller's.
+    """Write ``model.onnx`` and its twin for native kernels; the weights are the caller's.
 
     Raises:
         ExportError: A module uses a torch operator without an ONNX form.
         OSError: The file cannot be written.
     """
-    model = compose(plan.blueprint, lambda name: progress.phase(f"graph {name}"))
-    progress.phase(MODEL_FILE)
-    ir.save(model, directory / MODEL_FILE)
+    for file, native in ((MODEL_FILE, False), (NATIVE_FILE, True)):
+        progress.phase(file)
+        model = compose(plan.blueprint, lambda name: progress.phase(f"graph {name}"), native)
+        ir.save(model, directory / file)
     tools = {name: version(name) for name in ("onnx-ir", "onnxscript")}
-    return Form("onnxruntime", MODEL_FILE, WEIGHTS_FILE, tools)
+    return Form("onnxruntime", MODEL_FILE, WEIGHTS_FILE, tools, native_file=NATIVE_FILE)
 
 
-def compose(blueprint: Blueprint, progress: Callable[[str], None]) -> ir.Model:
+def compose(
+    blueprint: Blueprint, progress: Callable[[str], None], native: bool = False
+) -> ir.Model:
     """Trace and lower every graph; weights stay in their file.
 
     Args:
         blueprint: What to build.
         progress: Called with the name of each graph before it is traced.
+        native: Emit nodes of the domain ``qwen_mtp`` for the operators that have a native form.
 
     Raises:
         ExportError: A module uses a torch operator without an ONNX form.
@@ -69,7 +74,7 @@ def compose(blueprint: Blueprint, progress: Callable[[str], None]) -> ir.Model:
     selector = builder.input(SELECTOR, dtype=ir.DataType.INT32, shape=[])
     for index, spec in enumerate(blueprint.specs):
         progress(spec.name)
-        _add(builder, selector, index, blueprint, stored)
+        _add(builder, selector, index, blueprint, stored, native)
     return finished(root, builder)
 
 
@@ -96,16 +101,17 @@ def _add(
     index: int,
     blueprint: Blueprint,
     weights: Mapping[str, ir.Value],
+    native: bool,
 ) -> None:
     spec = blueprint.specs[index]
-    program = blueprint.trace(spec)
+    program, forms = blueprint.trace(spec, whole=native), NATIVE_FORMS if native else ONNX_FORMS
     inputs = input_values(spec)
     builder.graph.inputs.extend(inputs)
     builder.push_module(spec.name)
     chosen = builder.op.Equal(selector, const(builder.op, np.array(index, np.int32)))
     outputs = builder.op.If(
         chosen,
-        then_branch=_branch(builder, spec, lambda op: lower(program, op, inputs, weights)),
+        then_branch=_branch(builder, spec, lambda op: lower(program, op, inputs, weights, forms)),
         else_branch=_branch(builder, spec, lambda op: _nothing(op, spec)),
         _outputs=len(spec.outputs),
     )

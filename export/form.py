@@ -14,3 +14,4 @@ class Form:
     weights_file: str
     tools: dict[str, str]
     ascend: AscendTarget | None = None
+    native_file: str | None = None

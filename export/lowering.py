@@ -23,8 +23,8 @@ CHECKS = {torch.ops.aten._assert_tensor_metadata.default}  # hold by constructio
 OWN: dict[str, Any] = {
     o.name: getattr(getattr(torch.ops, NAMESPACE), o.name).default for o in OPERATORS
 }
-_FORMS: dict[Any, Form] = FORMS | {OWN[o.name]: o.onnx for o in OPERATORS}
-NATIVE_FORMS: dict[Any, Form] = _FORMS | {OWN[o.name]: o.native for o in OPERATORS if o.native}
+ONNX_FORMS: dict[Any, Form] = FORMS | {OWN[o.name]: o.onnx for o in OPERATORS}
+NATIVE_FORMS: dict[Any, Form] = ONNX_FORMS | {OWN[o.name]: o.native for o in OPERATORS if o.native}
 
 
 def trace(graph: Graph) -> torch.export.ExportedProgram:
@@ -41,7 +41,7 @@ def lower(
     op: Any,
     inputs: Sequence[ir.Value],
     weights: Mapping[str, ir.Value],
-    forms: Mapping[Any, Form] = _FORMS,
+    forms: Mapping[Any, Form] = ONNX_FORMS,
 ) -> list[ir.Value]:
     """Emit the nodes of a traced graph.
 

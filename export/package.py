@@ -216,6 +216,7 @@ def _describe(plan: Plan, form: Form, directory: Path) -> PackageManifest:
         ),
         tools={name: version(name) for name in TOOLS} | form.tools,
         ascend=form.ascend,
+        native_file=form.native_file,
     )
 
 

@@ -144,7 +144,7 @@ def _encode(
 def _matrix(
     checkpoint: Checkpoint, group: WeightGroup, targets: Sequence[StoredTensor]
 ) -> Iterator[Piece]:
-    if group.format == "int8" and group.recipe == "matrix":
+    if group.format == "int8_npu":
         yield from _matrix_int8(checkpoint, group, targets)
         return
     if group.format == "int4_npu":

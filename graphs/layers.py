@@ -97,8 +97,9 @@ class Linear(Stored):
         """Stack ``parts`` = (key, rows) along the output dimension."""
         super().__init__(self.recipe, format, [Source(k, (n, in_features)) for k, n in parts])
         out, blocks = sum(n for _, n in parts), in_features // BLOCK
-        if format == "int8":
-            self.store("weight", self.int8_shape(in_features, out), torch.int8)
+        if format in ("int8", "int8_npu"):
+            by_rows = (out, in_features)
+            self.store("weight", by_rows if format == "int8" else by_rows[::-1], torch.int8)
             self.store("scale", (out,), torch.float32)
         elif format == "int4_npu":
             self.store("weight", (in_features, out // PACKED), torch.int32)
@@ -109,14 +110,14 @@ class Linear(Stored):
         else:
             self.store("weight", (out, in_features), DTYPES[FULL_FORMATS[format]])
 
-    def int8_shape(self, in_features: int, out: int) -> tuple[int, int]:
-        """The kernel multiplies by ``[K, N]``."""
-        return in_features, out
-
     def forward(self, x: Tensor) -> Tensor:
         """Multiply by the transposed weight."""
-        quantised = ops.linear_int4
-        forms = {"int8": ops.linear_int8, "int4": quantised, "int4_npu": quantised}
+        forms = {
+            "int8": ops.linear_int8_rows,
+            "int8_npu": ops.linear_int8,
+            "int4": ops.linear_int4,
+            "int4_npu": ops.linear_int4,
+        }
         form = forms.get(self.group.format, ops.linear)
         return form(x, *self.parameters())  # type: ignore[no-any-return]
 
@@ -125,16 +126,6 @@ class Table(Linear):
     """A linear layer whose rows can also be read, as an embedding."""
 
     recipe = "table"
-
-    def int8_shape(self, in_features: int, out: int) -> tuple[int, int]:
-        """Rows stay contiguous, so that reading one touches one page."""
-        return out, in_features
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Multiply by the transposed weight."""
-        forms = {"int8": ops.linear_int8_rows, "int4": ops.linear_int4}
-        form = forms.get(self.group.format, ops.linear)
-        return form(x, *self.parameters())  # type: ignore[no-any-return]
 
     def rows(self, ids: Tensor) -> Tensor:
         """``[M]`` int32 ids to ``[M, in]``."""
@@ -147,19 +138,14 @@ class Vocabulary(nn.Module):
     """Embedding and output head; one stored tensor serves both when they are tied."""
 
     def __init__(self, config: ModelConfig, geometry: Geometry) -> None:
-        """Store the head, and the embedding beside it when it is a tensor of its own.
-
-        NPU kernels take a matrix this wide by its rows only.
-        """
+        """Store the head, and the embedding beside it when it is a tensor of its own."""
         super().__init__()
-        format, by_rows = geometry.table_format, geometry.layout != "lazy"
+        format = geometry.table_format
         self.dtype = DTYPES[geometry.dtype]
         size, width = config.vocab_size, config.hidden_size
         self.tied = config.tie_word_embeddings
         key = "embed_tokens.weight" if self.tied else "lm_head.weight"
-        self.head: Linear = (Table if self.tied or by_rows else Linear)(
-            [(key, size)], width, format
-        )
+        self.head: Linear = (Table if self.tied else Linear)([(key, size)], width, format)
         if not self.tied:
             self.table = Table([("embed_tokens.weight", size)], width, format)
 

@@ -11,7 +11,7 @@ from qwen_mtp.errors import PackageError
 from qwen_mtp.graphs.spec import AscendChoice, Geometry, GraphSpec, StateSpec
 from qwen_mtp.graphs.weights import StoredTensor
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 SELECTOR = "graph"  # input of the model that holds the index of the graph to run
 REMEDY = "export the checkpoint again"
@@ -73,6 +73,8 @@ class PackageManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         backend: What runs the graphs: ``onnxruntime``, or ``ascend`` once ATC has compiled them.
         model_file: The model with one branch per graph, or with ``{graph}`` in it a model for
             each.
+        native_file: A twin of the model for machines where the native kernels can be compiled;
+            None where there is none.
         weights_file: The weight file all graphs share, or with ``{tensor}`` in it a file for
             each stored tensor.
         config: Sizes of the model.
@@ -103,6 +105,7 @@ class PackageManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     tools: dict[str, str]
     verification: Verification | None = None
     ascend: AscendTarget | None = None
+    native_file: str | None = None
 
     def model_path(self, graph: str) -> str:
         """Where the model of a graph lies in the package."""

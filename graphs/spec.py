@@ -12,7 +12,7 @@ Activation = Literal["float32", "float16", "bfloat16"]
 Lowering = Literal["portable", "fused"]
 GraphKind = Literal["prefill", "target_verify", "mtp_draft"]
 StateKind = Literal["kv", "mtp_kv", "conv", "ssm", "stash"]
-WeightFormat = Literal["fp32", "fp16", "bf16", "int8", "int4", "int4_npu"]
+WeightFormat = Literal["fp32", "fp16", "bf16", "int8", "int8_npu", "int4", "int4_npu"]
 Layout = Literal["lazy", "paged", "slots"]
 OpsetDomain = Literal["microsoft", "standard"]
 
@@ -133,8 +133,10 @@ class Geometry:
 
     @property
     def matrix_format(self) -> WeightFormat:
-        """The format of matrices: 4 bits are laid out as the kernel that reads them wants it."""
-        return "int4_npu" if self.format == "int4" and self.layout == "slots" else self.format
+        """The format of matrices: integers are laid out as the kernel that reads them wants it."""
+        if self.format == "int4" and self.layout == "slots":
+            return "int4_npu"
+        return "int8_npu" if self.format == "int8" and self.layout != "lazy" else self.format
 
     @property
     def table_format(self) -> WeightFormat:

@@ -26,6 +26,7 @@ import onnxruntime as ort
 from qwen_mtp.errors import PackageError, RequestError
 from qwen_mtp.graphs.manifest import REMEDY, SELECTOR
 from qwen_mtp.graphs.spec import GraphSpec, StateSpec, TensorSpec
+from qwen_mtp.runtime.native import NativeKernels, find_kernels
 from qwen_mtp.runtime.package import Package
 
 Array = npt.NDArray[Any]
@@ -33,6 +34,7 @@ _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, 
 # Sums over the context are taken in fixed strides; a table is widened in steps of this many
 # positions so that a row's bits do not depend on how far its neighbours have come.
 POSITION_STEP = 128
+_POPULATE_READ = 22  # of madvise, Linux 5.14: map and read all pages now
 
 
 @dataclass(slots=True)
@@ -56,7 +58,12 @@ class Engine:
     """Runs the graphs of a package by name on named buffers."""
 
     def __init__(
-        self, package: Package, *, threads: int | None = None, keep_logits: bool = False
+        self,
+        package: Package,
+        *,
+        threads: int | None = None,
+        keep_logits: bool = False,
+        native: bool | None = None,
     ) -> None:
         """Load the models and allocate the state.
 
@@ -64,20 +71,23 @@ class Engine:
             package: The package.
             threads: Threads inside an operator; None takes the number of usable cores.
             keep_logits: Also bind the logits, so that they can be read after each run.
+            native: Run on the native kernels of this machine; None where there are some or they
+                can be compiled. They read the weights where they lie, so nothing is packed.
 
         Raises:
             PackageError: ONNX Runtime refuses a model.
-            RequestError: ``threads`` is not a positive number.
+            RequestError: ``threads`` is not a positive number, or ``native`` cannot be.
         """
         if threads is not None and threads < 1:
             raise RequestError(f"threads is {threads}: give a number >= 1")
         self.package = package
         self._apart = "{graph}" in package.manifest.model_file
         self._keep_logits = keep_logits
+        self.kernels = _kernels(package, native)
         with open(package.directory / package.manifest.weights_file, "rb") as file:
             self._weights = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._sessions = self._load(threads or len(os.sched_getaffinity(0)))
-        self._release_pages()
+        self._settle_pages()
         self._states = {
             (s.name, parity): _state(s)
             for s in package.manifest.states
@@ -95,6 +105,8 @@ class Engine:
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = 4  # errors are raised, with all that the log would say
+        if self.kernels.library is not None:
+            options.register_custom_ops_library(str(self.kernels.library))
         self._initializers = []  # the session reads them as long as it lives
         for tensor in self.package.manifest.weights:
             count = math.prod(tensor.shape)
@@ -107,15 +119,24 @@ class Engine:
         return {name: opened[path] for name, path in paths.items()}
 
     def _path(self, graph: str) -> Path:
-        return self.package.directory / self.package.manifest.model_path(graph)
+        manifest = self.package.manifest
+        if self.kernels.library is not None:
+            return self.package.directory / str(manifest.native_file)
+        return self.package.directory / manifest.model_path(graph)
 
-    def _release_pages(self) -> None:
-        """Give the mapped weight file back to the page cache.
+    def _settle_pages(self) -> None:
+        """Map the weight file for native kernels, or give it back to the page cache.
 
-        The kernels hold packed copies; all they still read is a few embedding rows a run, but
-        each of them may map a whole large page. What is needed again is mapped again.
+        ONNX Runtime's kernels hold packed copies; all they still read is a few embedding rows a
+        run, but each of them may map a whole large page. What is needed again is mapped again.
         """
-        self._weights.madvise(mmap.MADV_DONTNEED)
+        if self.kernels.library is None:
+            self._weights.madvise(mmap.MADV_DONTNEED)
+            return
+        try:
+            self._weights.madvise(_POPULATE_READ)
+        except OSError:  # an older kernel: pages come as they are read
+            self._weights.madvise(mmap.MADV_WILLNEED)
 
     def buffer(self, graph: str, name: str) -> Array:
         """The buffer of an input or output that is neither state nor block table.
@@ -165,7 +186,8 @@ class Engine:
                 f"{self._path(graph)}: {graph} stopped ({' '.join(str(error).split())}); "
                 "run qwen-mtp verify on the package"
             ) from error
-        self._release_pages()
+        if self.kernels.library is None:
+            self._settle_pages()
         if spec.kind == "prefill" and _malloc_trim is not None:
             _malloc_trim(0)  # the scratch memory of a chunk leaves the heap full of holes
         if turns:
@@ -240,6 +262,18 @@ class Engine:
         if key not in self._buffers:
             self._buffers[key] = np.zeros(tensor.shape, tensor.dtype)
         return self._buffers[key]
+
+
+def _kernels(package: Package, native: bool | None) -> NativeKernels:
+    """The kernels to run on: none where the package has no model for them or they are unwanted."""
+    if native is False or (package.manifest.native_file is None and native is None):
+        return NativeKernels(None, "not asked for")
+    if package.manifest.native_file is None:
+        raise RequestError(f"{package.directory}: has no model for native kernels; leave it out")
+    found = find_kernels()
+    if native and found.library is None:
+        raise RequestError(f"native kernels: {found.reason}")
+    return found
 
 
 def _open(path: Path, options: ort.SessionOptions) -> ort.InferenceSession:

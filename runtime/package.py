@@ -109,6 +109,8 @@ def _check_target(root: Path, manifest: PackageManifest) -> None:
 def _needed(manifest: PackageManifest) -> Iterator[str]:
     """Paths of models and weights, each once."""
     yield from dict.fromkeys(manifest.model_path(graph.name) for graph in manifest.graphs)
+    if manifest.native_file is not None:
+        yield manifest.native_file
     yield from dict.fromkeys(manifest.weight_path(tensor.name) for tensor in manifest.weights)
 
 

@@ -92,7 +92,7 @@ def test_fp32_weights_are_the_checkpoints_and_int8_ones_within_half_a_step() -> 
     package = Package.open(verified_package())
     values, scale = stored(package, f"{name}.weight"), stored(package, f"{name}.scale")
     assert values.dtype == np.int8
-    gap = np.abs(values.T.astype(np.float64) * scale[:, None] - down)
+    gap = np.abs(values.astype(np.float64) * scale[:, None] - down)
     assert (gap <= scale[:, None] * 0.5001).all()
     assert gap.max() > 0
 
