@@ -27,6 +27,7 @@ from qwen_mtp.custom_ops.operator import NAMESPACE, Operator
 
 OPERATORS: tuple[Operator, ...] = (
     norm.RMS_NORM,
+    norm.ADD_NORM,
     rotary.ROTARY_TABLE,
     rotary.ROTARY_EMBEDDING,
     causal_conv.CAUSAL_CONV,

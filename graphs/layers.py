@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from qwen_mtp.config import ModelConfig
+from qwen_mtp.custom_ops.composites import composite
 from qwen_mtp.custom_ops.linear import BLOCK
 from qwen_mtp.custom_ops.linear_npu import PACKED
+from qwen_mtp.custom_ops.norm import ADD_NORM
 from qwen_mtp.custom_ops.torch_library import ops
 from qwen_mtp.graphs.spec import FULL_FORMATS, Activation, DType, Geometry, WeightFormat
 from qwen_mtp.graphs.weights import Recipe, Source, WeightGroup
@@ -84,6 +86,12 @@ class RMSNorm(Vector):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., size]`` to the same shape."""
         return ops.rms_norm(x, self.weight, self.eps)  # type: ignore[no-any-return]
+
+    def after(self, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Let what a layer gave join the residual stream ``[M, size]``: the sum, and its norm."""
+        if added is None:
+            return x, self(x)
+        return composite(ADD_NORM)(x, added, self.weight, self.eps)  # type: ignore[no-any-return]
 
 
 class Linear(Stored):

@@ -75,7 +75,7 @@ class MTPHead(nn.Module):
         gate = ops.take_row(projected.gate, last)
         x = ops.take_row(merged.view(slots, rows, -1), last)
         mixed = self.attention.attend(io, query, gate, *_newest(span), span.table)
-        return self._leave(x + mixed)
+        return self._leave(x, mixed)
 
     def chain(
         self, io: GraphIO, merged: Tensor, span: Span, place: Span, earlier: list[Rows]
@@ -96,10 +96,11 @@ class MTPHead(nn.Module):
         rows = [*earlier, (row.key, row.value)]
         extra = (torch.cat([k for k, _ in rows], dim=1), torch.cat([v for _, v in rows], dim=1))
         mixed = self.attention.attend(io, row.query, row.gate, *_newest(span), span.table, extra)
-        return self._leave(merged + mixed), rows[-1]
+        return self._leave(merged, mixed), rows[-1]
 
-    def _leave(self, x: Tensor) -> Tensor:
-        return self.norm(x + self.mlp(self.post_norm(x)))  # type: ignore[no-any-return]
+    def _leave(self, x: Tensor, mixed: Tensor) -> Tensor:
+        x, entry = self.post_norm.after(x, mixed)
+        return self.norm.after(x, self.mlp(entry))[1]
 
 
 def _newest(span: Span) -> tuple[Tensor, Tensor]:

@@ -66,18 +66,22 @@ class Layer(nn.Module):
             self.mixer = DeltaNet(config, geometry, f"{prefix}.linear_attn", prefix)
         self.mlp = MLP(config, f"{prefix}.mlp", geometry.matrix_format)
 
-    def forward(self, io: GraphIO, x: Tensor, span: Span) -> Tensor:
-        """``[B * R, H]`` to the same; ``num_accepted`` among the inputs says it is a verify."""
-        entry = self.input_norm(x)
+    def forward(
+        self, io: GraphIO, x: Tensor, added: Tensor | None, span: Span
+    ) -> tuple[Tensor, Tensor]:
+        """Residual stream and what the layer before adds to it, both ``[B * R, H]``, to the same.
+
+        ``num_accepted`` among the inputs says it is a verify.
+        """
+        x, entry = self.input_norm.after(x, added)
         if isinstance(self.mixer, Attention):
             mixed = self.mixer(io, entry, span)
         elif "num_accepted" in io:
             mixed = self.mixer.verify(io, entry, io["num_accepted"])
         else:
             mixed = self.mixer.prefill(io, entry, span.count)
-        x = x + mixed
-        out: Tensor = x + self.mlp(self.post_norm(x))
-        return out
+        x, entry = self.post_norm.after(x, mixed)
+        return x, self.mlp(entry)
 
 
 class Target(nn.Module):
@@ -101,10 +105,10 @@ class Target(nn.Module):
         span = Span.of(
             self.config, io["context_len"], io["num_valid"], io["block_table"], ids.shape[1]
         )
-        x = self.vocabulary.embed(ids.reshape(-1))
+        x, added = self.vocabulary.embed(ids.reshape(-1)), None
         for layer in self.layers:
-            x = layer(io, x, span)
-        return self.norm(x)  # type: ignore[no-any-return]
+            x, added = layer(io, x, added, span)
+        return self.norm.after(x, added)[1]
 
 
 def sample(

@@ -112,9 +112,15 @@ def test_hidden_rows_before_the_final_norm_break_the_comparison(
 ) -> None:
     def prefill(target: Any, io: Any) -> Any:
         kept: list[Any] = []
-        hook = target.norm.register_forward_pre_hook(lambda _, given: kept.append(given[0]))
+        norm = target.norm.after
+
+        def after(x: Any, added: Any) -> Any:
+            total, normed = norm(x, added)
+            kept.append(total)
+            return total, normed
+
+        monkeypatch.setattr(target.norm, "after", after)
         target_prefill(target, io)
-        hook.remove()
         io["hidden"] = ops.take_row(kept[0][None], io["num_valid"] - 1)
         return kept[0]
 

@@ -1,5 +1,6 @@
 // The entry point the runtime looks for: adds the domain and its operators to a session.
 #include "linear.h"
+#include "norm.h"
 
 namespace {
 
@@ -22,5 +23,5 @@ ort::Status* add(ort::SessionOptions* options) {
 extern "C" __attribute__((visibility("default"))) ort::Status* RegisterCustomOps(
     ort::SessionOptions* options, const ort::Base* base) {
   ort::g_table = base->get_api(ort::kVersion);
-  return add<qwen_mtp::LinearInt8, qwen_mtp::LinearInt4>(options);
+  return add<qwen_mtp::LinearInt8, qwen_mtp::LinearInt4, qwen_mtp::RMSNorm, qwen_mtp::AddNorm>(options);
 }
