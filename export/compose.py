@@ -7,15 +7,18 @@ inputs and outputs of its graph only (docs/adr/0003).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+import torch
 from onnxscript import GraphBuilder
 
 from qwen_mtp.custom_ops.operator import MICROSOFT, NAMESPACE, const
+from qwen_mtp.export.aten import Form as Lowered
 from qwen_mtp.export.blueprint import Blueprint
 from qwen_mtp.export.form import Form
 from qwen_mtp.export.lowering import NATIVE_FORMS, ONNX_FORMS, input_values, lower
@@ -46,23 +49,28 @@ def write_onnx(plan: Plan, directory: Path, progress: Progress) -> Form:
         ExportError: A module uses a torch operator without an ONNX form.
         OSError: The file cannot be written.
     """
-    for file, native in ((MODEL_FILE, False), (NATIVE_FILE, True)):
+    blueprint, programs = plan.blueprint, []
+    for spec in blueprint.specs:
+        progress.phase(f"graph {spec.name}")
+        programs.append(blueprint.trace(spec, whole=True))
+    for file, forms in ((MODEL_FILE, ONNX_FORMS), (NATIVE_FILE, NATIVE_FORMS)):
         progress.phase(file)
-        model = compose(plan.blueprint, lambda name: progress.phase(f"graph {name}"), native)
-        ir.save(model, directory / file)
+        ir.save(compose(blueprint, programs, forms), directory / file)
     tools = {name: version(name) for name in ("onnx-ir", "onnxscript")}
     return Form("onnxruntime", MODEL_FILE, WEIGHTS_FILE, tools, native_file=NATIVE_FILE)
 
 
 def compose(
-    blueprint: Blueprint, progress: Callable[[str], None], native: bool = False
+    blueprint: Blueprint,
+    programs: Sequence[torch.export.ExportedProgram],
+    forms: Mapping[Any, Lowered] = ONNX_FORMS,
 ) -> ir.Model:
-    """Trace and lower every graph; weights stay in their file.
+    """Lower every graph into one model; weights stay in their file.
 
     Args:
         blueprint: What to build.
-        progress: Called with the name of each graph before it is traced.
-        native: Emit nodes of the domain ``qwen_mtp`` for the operators that have a native form.
+        programs: The traced graphs, composite operators whole.
+        forms: What each operator becomes: ``NATIVE_FORMS`` has nodes of the domain ``qwen_mtp``.
 
     Raises:
         ExportError: A module uses a torch operator without an ONNX form.
@@ -72,9 +80,10 @@ def compose(
     builder = GraphBuilder(root)
     stored = {t.name: builder.initializer(external(t), qualify=False) for t in blueprint.stored}
     selector = builder.input(SELECTOR, dtype=ir.DataType.INT32, shape=[])
-    for index, spec in enumerate(blueprint.specs):
-        progress(spec.name)
-        _add(builder, selector, index, blueprint, stored, native)
+    for index, (spec, program) in enumerate(zip(blueprint.specs, programs, strict=True)):
+        chosen = builder.op.Equal(selector, const(builder.op, np.array(index, np.int32)))
+        inputs = input_values(spec)
+        _add(builder, chosen, spec, inputs, partial(_lowered, program, inputs, stored, forms))
     return finished(root, builder)
 
 
@@ -95,23 +104,28 @@ def finished(root: ir.Graph, builder: GraphBuilder) -> ir.Model:
     )
 
 
+def _lowered(
+    program: torch.export.ExportedProgram,
+    inputs: Sequence[ir.Value],
+    weights: Mapping[str, ir.Value],
+    forms: Mapping[Any, Lowered],
+    op: Any,
+) -> Sequence[ir.Value]:
+    return lower(program, op, inputs, weights, forms)
+
+
 def _add(
     builder: GraphBuilder,
-    selector: ir.Value,
-    index: int,
-    blueprint: Blueprint,
-    weights: Mapping[str, ir.Value],
-    native: bool,
+    chosen: ir.Value,
+    spec: GraphSpec,
+    inputs: Sequence[ir.Value],
+    emit: Callable[[Any], Sequence[ir.Value]],
 ) -> None:
-    spec = blueprint.specs[index]
-    program, forms = blueprint.trace(spec, whole=native), NATIVE_FORMS if native else ONNX_FORMS
-    inputs = input_values(spec)
     builder.graph.inputs.extend(inputs)
     builder.push_module(spec.name)
-    chosen = builder.op.Equal(selector, const(builder.op, np.array(index, np.int32)))
     outputs = builder.op.If(
         chosen,
-        then_branch=_branch(builder, spec, lambda op: lower(program, op, inputs, weights, forms)),
+        then_branch=_branch(builder, spec, emit),
         else_branch=_branch(builder, spec, lambda op: _nothing(op, spec)),
         _outputs=len(spec.outputs),
     )

@@ -1,7 +1,7 @@
 """From a torch module to ONNX nodes: trace under fake tensors, then one form per FX node."""
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -23,7 +23,12 @@ CHECKS = {torch.ops.aten._assert_tensor_metadata.default}  # hold by constructio
 OWN: dict[str, Any] = {
     o.name: getattr(getattr(torch.ops, NAMESPACE), o.name).default for o in OPERATORS
 }
-ONNX_FORMS: dict[Any, Form] = FORMS | {OWN[o.name]: o.onnx for o in OPERATORS}
+COMPOSITES: dict[Any, Callable[..., Any]] = {
+    OWN[o.name]: o.composed for o in OPERATORS if o.composed is not None
+}
+ONNX_FORMS: dict[Any, Form] = FORMS | {
+    OWN[o.name]: o.onnx for o in OPERATORS if o.composed is None
+}
 NATIVE_FORMS: dict[Any, Form] = ONNX_FORMS | {OWN[o.name]: o.native for o in OPERATORS if o.native}
 
 
@@ -61,16 +66,84 @@ def lower(
     given = iter(inputs)
     params = program.graph_signature.inputs_to_parameters
     env: dict[Node, Any] = {}
-    for node in program.graph.nodes:
-        if node.op == "placeholder":
-            name = params.get(node.name)
-            env[node] = weights[name.removeprefix("model.")] if name else next(given)
-        elif node.op == "call_function" and node.target not in CHECKS:
-            known = all(_is_known(env[source]) for source in node.all_input_nodes)
-            env[node] = _evaluate(node, env) if known else _emit(op, node, env, forms)
-        elif node.op == "output":
-            return [_value(op, env[value]) for value in node.args[0]]
-    raise AssertionError("a traced graph ends with its outputs")
+    for node in program.graph.find_nodes(op="placeholder"):
+        name = params.get(node.name)
+        env[node] = weights[name.removeprefix("model.")] if name else next(given)
+    return _Emitter(op, forms).run(program.graph, env)
+
+
+class _Emitter:
+    """Emits traced graphs: the one that is lowered, and inside it what composites are made of."""
+
+    def __init__(self, op: Any, forms: Mapping[Any, Form]) -> None:
+        self._op, self._forms = op, forms
+        self._parts: dict[Any, torch.export.ExportedProgram] = {}
+
+    def run(self, graph: torch.fx.Graph, env: dict[Node, Any]) -> list[Any]:
+        """Emit the nodes of a graph whose placeholders are in ``env``; its outputs."""
+        for node in graph.nodes:
+            if node.op == "call_function" and node.target not in CHECKS:
+                known = all(_is_known(env[source]) for source in node.all_input_nodes)
+                env[node] = _evaluate(node, env) if known else self._emit(node, env)
+            elif node.op == "output":
+                return [_value(self._op, env[value]) for value in node.args[0]]
+        raise AssertionError("a traced graph ends with its outputs")
+
+    def _emit(self, node: Node, env: Mapping[Node, Any]) -> Any:
+        if node.target is operator.getitem:
+            source, index = node.args
+            return env[source][index]  # type: ignore[index]
+        form = self._forms.get(node.target)
+        if form is None:
+            return self._expand(node, env)
+        keywords = {k: v for k, v in node.kwargs.items() if k not in _PLACEMENT}
+        arguments = torch.fx.map_arg(
+            (node.args, keywords), lambda source: _value(self._op, env[source])
+        )
+        values = form(self._op, *arguments[0], **arguments[1])
+        _annotate(node.meta["val"], values)
+        return values
+
+    def _expand(self, node: Node, env: Mapping[Node, Any]) -> Any:
+        """Emit the parts of a composite operator; layers of equal shapes are traced once."""
+        composed = COMPOSITES.get(node.target)
+        if composed is None:
+            raise ExportError(f"{node.target}: this torch operator has no ONNX form")
+        given = [a.meta["val"] if isinstance(a, Node) else a for a in node.args]
+        key = (node.target, *(_signature(value) for value in given))
+        if key not in self._parts:
+            self._parts[key] = _trace_parts(composed, given)
+        graph = self._parts[key].graph
+        sources = (env[a] for a in node.args if isinstance(a, Node))
+        places = graph.find_nodes(op="placeholder")
+        values = self.run(graph, dict(zip(places, sources, strict=True)))
+        return values if isinstance(node.meta["val"], list | tuple) else values[0]
+
+
+def _signature(value: Any) -> Any:
+    return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else value
+
+
+class _Parts(torch.nn.Module):
+    """A composite operator as a module of its tensors."""
+
+    def __init__(self, composed: Callable[..., Any], given: Sequence[Any]) -> None:
+        super().__init__()
+        self._composed, self._given = composed, given
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rest = iter(tensors)
+        given = (next(rest) if isinstance(g, torch.Tensor) else g for g in self._given)
+        found = self._composed(*given)
+        return tuple(found) if isinstance(found, list | tuple) else (found,)
+
+
+def _trace_parts(
+    composed: Callable[..., Any], given: Sequence[Any]
+) -> torch.export.ExportedProgram:
+    tensors = tuple(g for g in given if isinstance(g, torch.Tensor))
+    with tensors[0].fake_mode:  # type: ignore[attr-defined]
+        return torch.export.export(_Parts(composed, given), tensors, strict=False)
 
 
 def _is_known(value: Any) -> bool:
@@ -90,20 +163,6 @@ def _evaluate(node: Node, env: Mapping[Node, Any]) -> Any:
 def _value(op: Any, value: Any) -> Any:
     """What a form takes: a tensor that is known becomes a constant of the model."""
     return const(op, value.numpy()) if isinstance(value, torch.Tensor) else value
-
-
-def _emit(op: Any, node: Node, env: Mapping[Node, Any], forms: Mapping[Any, Form]) -> Any:
-    if node.target is operator.getitem:
-        source, index = node.args
-        return env[source][index]  # type: ignore[index]
-    form = forms.get(node.target)
-    if form is None:
-        raise ExportError(f"{node.target}: this torch operator has no ONNX form")
-    keywords = {k: v for k, v in node.kwargs.items() if k not in _PLACEMENT}
-    arguments = torch.fx.map_arg((node.args, keywords), lambda source: _value(op, env[source]))
-    values = form(op, *arguments[0], **arguments[1])
-    _annotate(node.meta["val"], values)
-    return values
 
 
 def _annotate(fake: Any, values: Any) -> None:
