@@ -1,8 +1,8 @@
 """The torch definition of a package under fake tensors: what every back end starts from."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -2,7 +2,8 @@
 
 B batch slots, R rows of the bucket, P rows of the largest bucket, C prefill rows, W blocks of a
 table, V vocabulary, N draft vocabulary (else V), H hidden size. State inputs and outputs
-(:func:`~qwen_mtp.graphs.spec.state_specs`) follow the tensors named here; each graph file opens with its own table.
+(:func:`~qwen_mtp.graphs.spec.state_specs`) follow the tensors named here; each graph file opens
+with its own table.
 """
 
 from qwen_mtp.config import ModelConfig
