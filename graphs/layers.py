@@ -146,7 +146,7 @@ class Table(Linear):
         return form(ids, *self.parameters())  # type: ignore[no-any-return]
 
 
-class Rows(Table):
+class Rows(Linear):
     """Chosen rows of a matrix: their values and scales are those of the whole one."""
 
     recipe: Recipe = "rows"
