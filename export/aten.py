@@ -96,4 +96,5 @@ FORMS: dict[Any, Form] = {
     aten.full.default: _full,
     aten.to.dtype: _cast,
     aten.argmax.default: _argmax,
+    aten.index_select.default: lambda op, x, dim, index: op.Gather(x, index, axis=dim),
 }

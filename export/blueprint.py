@@ -1,6 +1,8 @@
 """The torch definition of a package under fake tensors: what every back end starts from."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -28,7 +30,12 @@ class Blueprint:
     """
 
     def __init__(
-        self, config: ModelConfig, geometry: Geometry, *, own_files: bool = False
+        self,
+        config: ModelConfig,
+        geometry: Geometry,
+        *,
+        own_files: bool = False,
+        draft_ids: Sequence[int] = (),
     ) -> None:
         """Build the fake modules and lay the weights out.
 
@@ -36,13 +43,18 @@ class Blueprint:
             config: Sizes of the model.
             geometry: The static choices.
             own_files: Every stored tensor has a file of its own.
+            draft_ids: The draft vocabulary, ascending, where the geometry has one.
         """
+        assert len(draft_ids) == geometry.draft_vocab, "the ids are counted by the geometry"
         self._mode = FakeTensorMode()
         with self._mode:
             self._model = Model(config, geometry)
         self.geometry = geometry
         self.specs: tuple[GraphSpec, ...] = graph_specs(config, geometry)
-        self.groups: tuple[WeightGroup, ...] = tuple(weight_groups(self._model))
+        self.groups: tuple[WeightGroup, ...] = tuple(
+            replace(group, rows=tuple(draft_ids)) if group.recipe in ("rows", "ids") else group
+            for group in weight_groups(self._model)
+        )
         layout = _own_files if own_files else _one_file
         self.stored: tuple[StoredTensor, ...] = layout(self._model)
 

@@ -39,6 +39,7 @@ _STORED = {
     "float16": ir.DataType.FLOAT16,
     "int8": ir.DataType.INT8,
     "uint8": ir.DataType.UINT8,
+    "int32": ir.DataType.INT32,
 }
 
 

@@ -1,5 +1,6 @@
 """What an export will read, build and write, worked out from the headers of a checkpoint."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,8 +69,16 @@ def plan_export(
     geometry: Geometry,
     ascend: AscendChoice | None = None,
     opset_domain: OpsetDomain = "microsoft",
+    draft_ids: Sequence[int] = (),
 ) -> Plan:
     """Read the checkpoint's headers and work everything out without touching a weight.
+
+    Args:
+        directory: The checkpoint.
+        geometry: The static choices.
+        ascend: What GE models are made for; None for ONNX.
+        opset_domain: Whose operators ONNX models use.
+        draft_ids: ``geometry.draft_vocab`` token ids, ascending.
 
     Raises:
         CheckpointError: The checkpoint cannot be exported.
@@ -87,8 +96,10 @@ def plan_export(
             f"{directory}/config.json: mtp_num_hidden_layers is 0, there is no MTP head; "
             "export the target alone with --no-mtp"
         )
-    blueprint = Blueprint(config, geometry, own_files=ascend is not None)
-    used = tuple(source.key for group in blueprint.groups for source in group.sources)
+    own_files = ascend is not None
+    blueprint = Blueprint(config, geometry, own_files=own_files, draft_ids=draft_ids)
+    sources = (source.key for group in blueprint.groups for source in group.sources)
+    used = tuple(dict.fromkeys(sources))
     spare = () if geometry.lookaheads else ("mtp.",)
     unused = checkpoint.check_coverage(used, allow_unused=spare)
     check_sources(checkpoint, blueprint.groups)

@@ -212,7 +212,6 @@ DECOMPOSED: dict[Any, Form] = FORMS | {
     aten.mm.default: lambda op, x, y: op.MatMul(x, y),
     aten.bmm.default: lambda op, x, y: op.MatMul(x, y),
     aten._int_mm.default: lambda op, x, y: op.MatMulInteger(x, y),
-    aten.index_select.default: lambda op, x, dim, index: op.Gather(x, index, axis=dim),
     aten.gather.default: _gather,
     aten.scatter.src: _scatter,
 }

@@ -129,8 +129,11 @@ def _encode(
     checkpoint: Checkpoint, group: WeightGroup, targets: Sequence[StoredTensor]
 ) -> Iterator[Piece]:
     """Pieces (tensor, byte offset inside it, data) of a group, in row chunks."""
-    if group.recipe in ("matrix", "table"):
+    if group.recipe in ("matrix", "table", "rows"):
         yield from _matrix(checkpoint, group, targets)
+        return
+    if group.recipe == "ids":
+        yield targets[0], 0, np.array(group.rows, np.int32)
         return
     (source,) = group.sources
     data = _read(checkpoint, source, slice(None))
@@ -190,11 +193,18 @@ def _matrix_int4_npu(
 
 
 def _chunks(checkpoint: Checkpoint, group: WeightGroup) -> Iterator[Floats]:
+    kept = np.array(group.rows, np.int64)
     for source in group.sources:
         rows, width = source.shape
         step = max(1, CHUNK_VALUES // width)
         for start in range(0, rows, step):
-            yield _read(checkpoint, source, slice(start, start + step))
+            if group.recipe != "rows":
+                yield _read(checkpoint, source, slice(start, start + step))
+                continue
+            chosen = kept[(kept >= start) & (kept < start + step)]
+            if len(chosen):
+                part = slice(int(chosen[0]), int(chosen[-1]) + 1)
+                yield _read(checkpoint, source, part)[chosen - chosen[0]]
 
 
 def _read(checkpoint: Checkpoint, source: Source, rows: slice) -> Floats:

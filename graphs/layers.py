@@ -100,11 +100,15 @@ class Linear(Stored):
     recipe: Recipe = "matrix"
 
     def __init__(
-        self, parts: Sequence[tuple[str, int]], in_features: int, format: WeightFormat
+        self,
+        parts: Sequence[tuple[str, int]],
+        in_features: int,
+        format: WeightFormat,
+        kept: int = 0,
     ) -> None:
-        """Stack ``parts`` = (key, rows) along the output dimension."""
+        """Stack ``parts`` = (key, rows) along the outputs; ``kept`` of them are stored, 0: all."""
         super().__init__(self.recipe, format, [Source(k, (n, in_features)) for k, n in parts])
-        out, blocks = sum(n for _, n in parts), in_features // BLOCK
+        out, blocks = kept or sum(n for _, n in parts), in_features // BLOCK
         if format in ("int8", "int8_npu"):
             by_rows = (out, in_features)
             self.store("weight", by_rows if format == "int8" else by_rows[::-1], torch.int8)
@@ -133,13 +137,19 @@ class Linear(Stored):
 class Table(Linear):
     """A linear layer whose rows can also be read, as an embedding."""
 
-    recipe = "table"
+    recipe: Recipe = "table"
 
     def rows(self, ids: Tensor) -> Tensor:
         """``[M]`` int32 ids to ``[M, in]``."""
         forms = {"int8": ops.embedding_int8, "int4": ops.embedding_int4}
         form = forms.get(self.group.format, ops.embedding)
         return form(ids, *self.parameters())  # type: ignore[no-any-return]
+
+
+class Rows(Linear):
+    """Chosen rows of a matrix: their values and scales are those of the whole one."""
+
+    recipe: Recipe = "rows"
 
 
 class Vocabulary(nn.Module):
@@ -152,8 +162,9 @@ class Vocabulary(nn.Module):
         self.dtype = DTYPES[geometry.dtype]
         size, width = config.vocab_size, config.hidden_size
         self.tied = config.tie_word_embeddings
-        key = "embed_tokens.weight" if self.tied else "lm_head.weight"
-        self.head: Linear = (Table if self.tied else Linear)([(key, size)], width, format)
+        self.head: Linear = (Table if self.tied else Linear)(
+            [(head_key(config), size)], width, format
+        )
         if not self.tied:
             self.table = Table([("embed_tokens.weight", size)], width, format)
 
@@ -166,6 +177,33 @@ class Vocabulary(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """``[M, H]`` to ``[M, V]`` float32."""
         return cast(self.head(hidden), torch.float32)
+
+
+class DraftVocabulary(Stored):
+    """The tokens that drafts are taken from, and their rows of the output head."""
+
+    ids: Tensor
+
+    def __init__(self, config: ModelConfig, geometry: Geometry) -> None:
+        """Store ids, which ascend, and rows; which ones is decided where they are written."""
+        super().__init__("ids", "fp32", [])
+        size, width = geometry.draft_vocab, config.hidden_size
+        self.store("ids", (size,), torch.int32)
+        source = (head_key(config), config.vocab_size)
+        self.head = Rows([source], width, geometry.table_format, size)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``[M, H]`` to ``[M, N]`` float32."""
+        return cast(self.head(hidden), torch.float32)
+
+    def pick(self, places: Tensor) -> Tensor:
+        """``[M]`` places among the rows to token ids, int32."""
+        return torch.index_select(self.ids, 0, places)
+
+
+def head_key(config: ModelConfig) -> str:
+    """The checkpoint tensor of the output head."""
+    return "embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
 
 
 class MLP(nn.Module):

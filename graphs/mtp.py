@@ -12,6 +12,9 @@
          draft_logits.j [B,V] f32, j = 0..K-1
          mtp.key, mtp.value
 
+With a draft vocabulary of N tokens the logits are ``[B, N]``, in the ascending order of its ids;
+its law is 0 elsewhere, and the embedding stays whole. The target verifies over V all the same.
+
 The head has one attention layer, so the keys and values of a row depend on its token and its
 hidden row alone: catch-up stores all rows and attends from the last committed one only, and a
 prefill stores rows without attending at all. The rows of chained drafts are provisional: later
@@ -25,7 +28,7 @@ from qwen_mtp.config import ModelConfig
 from qwen_mtp.custom_ops.torch_library import ops
 from qwen_mtp.graphs.attention import Attention, Span
 from qwen_mtp.graphs.io import GraphIO
-from qwen_mtp.graphs.layers import MLP, Linear, RMSNorm, Vocabulary, cast
+from qwen_mtp.graphs.layers import MLP, DraftVocabulary, Linear, RMSNorm, Vocabulary, cast
 from qwen_mtp.graphs.spec import Geometry
 
 Tensor = torch.Tensor
@@ -33,7 +36,11 @@ Rows = tuple[Tensor, Tensor]
 
 
 class MTPHead(nn.Module):
-    """Embedding and hidden row to the drafter's hidden row; the vocabulary is the target's."""
+    """Embedding and hidden row to the drafter's hidden row.
+
+    The embedding is the target's, and so is the output head unless drafts have a vocabulary of
+    their own.
+    """
 
     def __init__(self, config: ModelConfig, geometry: Geometry) -> None:
         """Build the one layer; ``fc`` stays whole as in the published quantised checkpoints."""
@@ -49,6 +56,7 @@ class MTPHead(nn.Module):
         self.attention = Attention(config, geometry, f"{layer}.self_attn", "mtp")
         self.mlp = MLP(config, f"{layer}.mlp", geometry.matrix_format)
         self.norm = RMSNorm("mtp.norm.weight", width, eps, dtype)
+        self.draft = DraftVocabulary(config, geometry) if geometry.draft_vocab else None
 
     def merge(self, vocabulary: Vocabulary, ids: Tensor, hidden: Tensor) -> Tensor:
         """Embedding first, then hidden: ids ``[M]`` and ``[M, H]`` to ``[M, H]``."""
@@ -98,6 +106,14 @@ class MTPHead(nn.Module):
         mixed = self.attention.attend(io, row.query, row.gate, *_newest(span), span.table, extra)
         return self._leave(merged, mixed), rows[-1]
 
+    def propose(self, vocabulary: Vocabulary, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """``[B, H]`` to logits ``[B, N]`` and draft ids ``[B]``; of equal ones the lowest id."""
+        if self.draft is None:
+            logits = vocabulary.logits(hidden)
+            return logits, torch.argmax(logits, dim=-1).to(torch.int32)
+        logits = self.draft.logits(hidden)
+        return logits, self.draft.pick(torch.argmax(logits, dim=-1))
+
     def _leave(self, x: Tensor, mixed: Tensor) -> Tensor:
         x, entry = self.post_norm.after(x, mixed)
         return self.norm.after(x, self.mlp(entry))[1]
@@ -122,7 +138,6 @@ def mtp_draft(head: MTPHead, vocabulary: Vocabulary, io: GraphIO, lookahead: int
             place = Span.of(head.config, start + count + (j - 1), count, span.table, 1)
             hidden, row = head.chain(io, merged, span, place, rows)
             rows.append(row)
-        logits = vocabulary.logits(hidden)
-        io[f"draft_logits.{j}"] = logits
-        drafts.append(torch.argmax(logits, dim=-1).to(torch.int32))
+        io[f"draft_logits.{j}"], draft = head.propose(vocabulary, hidden)
+        drafts.append(draft)
     io["draft_ids"] = torch.stack(drafts, dim=1)

@@ -1,8 +1,9 @@
 """The signatures of the three kinds of graph, built from the model and the geometry. Torch-free.
 
 B batch slots, R rows of the bucket, P rows of the largest bucket, C prefill rows, W blocks of a
-table, V vocabulary, H hidden size. State inputs and outputs (:func:`~qwen_mtp.graphs.spec.
-state_specs`) follow the tensors named here; each graph file opens with its own table.
+table, V vocabulary, N draft vocabulary (else V), H hidden size. State inputs and outputs
+(:func:`~qwen_mtp.graphs.spec.state_specs`) follow the tensors named here; each graph file opens
+with its own table.
 """
 
 from qwen_mtp.config import ModelConfig
@@ -74,7 +75,11 @@ def verify_spec(config: ModelConfig, geometry: Geometry, rows: int) -> GraphSpec
 
 
 def draft_spec(config: ModelConfig, geometry: Geometry, lookahead: int) -> GraphSpec:
-    """Catch-up over the rows the target accepted, then ``lookahead`` chained drafts."""
+    """Catch-up over the rows the target accepted, then ``lookahead`` chained drafts.
+
+    The logits are those of the draft vocabulary in ascending order of ids: outside of it, the
+    drafter's law is 0.
+    """
     slots, rows = geometry.max_num_seqs, geometry.max_rows
     inputs = [
         _ints("tokens", slots, rows),
@@ -83,9 +88,10 @@ def draft_spec(config: ModelConfig, geometry: Geometry, lookahead: int) -> Graph
         _ints("block_table", slots, geometry.table_width),
         _floats("hidden", slots, rows, config.hidden_size),
     ]
+    width = geometry.draft_vocab or config.vocab_size
     outputs = [
         _ints("draft_ids", slots, lookahead),
-        *(_floats(f"draft_logits.{j}", slots, config.vocab_size) for j in range(lookahead)),
+        *(_floats(f"draft_logits.{j}", slots, width) for j in range(lookahead)),
     ]
     states = _states(config, geometry, {"mtp_kv"})
     name = f"mtp_draft_k{lookahead}"

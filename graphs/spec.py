@@ -115,6 +115,8 @@ class Geometry:
             NPUs write them. ``slots`` is the protocol of Ascend's fused operators: one state for
             each row of a round, of which the next round picks one.
         dtype: Activations, state and unquantised weights.
+        draft_vocab: Tokens that drafts are taken from, each with a row of the drafter's own head;
+            0 takes them from the whole vocabulary, by the target's head.
     """
 
     max_num_seqs: int
@@ -125,6 +127,7 @@ class Geometry:
     format: WeightFormat
     layout: Layout = "lazy"
     dtype: Activation = "float32"
+    draft_vocab: int = 0
 
     @property
     def full_format(self) -> WeightFormat:

@@ -7,7 +7,8 @@ from typing import Literal
 
 from qwen_mtp.graphs.spec import ITEM_BYTES, WeightFormat
 
-Recipe = Literal["plain", "one_plus", "minus_exp", "matrix", "table"]
+Recipe = Literal["plain", "one_plus", "minus_exp", "matrix", "table", "rows", "ids"]
+DRAFT_IDS = "mtp.draft.ids"  # the stored tensor of the draft vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +26,19 @@ class WeightGroup:
     Attributes:
         recipe: ``plain`` copies; ``one_plus`` stores ``1 + w`` (the RMS norms); ``minus_exp``
             stores ``-exp(w)`` (A_log); ``matrix`` stacks the sources along their rows and
-            stores them in ``format``; ``table`` is a matrix that is also read row by row.
+            stores them in ``format``; ``table`` is a matrix that is also read row by row;
+            ``rows`` are chosen rows of a matrix, laid out as a table; ``ids`` are their numbers.
         format: Storage of a matrix or table; everything else is fp32.
         sources: In stacking order.
         params: Names of the stored tensors: one, or values and scales.
+        rows: For ``rows`` and ``ids``: which rows, ascending.
     """
 
     recipe: Recipe
     format: WeightFormat
     sources: tuple[Source, ...]
     params: tuple[str, ...]
+    rows: tuple[int, ...] = ()
 
 
 StoredDType = Literal["float32", "float16", "bfloat16", "int8", "uint8", "int32"]

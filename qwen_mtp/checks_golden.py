@@ -171,6 +171,11 @@ class Replay:
         source = f"draft_logits.{j}" if draft else "logits"
         logits = self._engine.buffer(step.graph, source)
         row = logits[slot] if draft else logits[slot, j]
+        if draft:
+            ids = self._engine.package.draft_ids()
+            if not set(pair) <= set(ids.tolist()):
+                return False
+            pair = int(np.searchsorted(ids, pair[0])), int(np.searchsorted(ids, pair[1]))
         gap = abs(float(row[pair[0]]) - float(row[pair[1]]))
         return gap <= 2 * self._allowed(step, source) * float(np.abs(row).max())
 

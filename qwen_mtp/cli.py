@@ -96,6 +96,8 @@ def export_command(
     soc_version: str | None,
     dtype: Any,
     custom_ops: tuple[str, ...],
+    draft_vocab: int | Path | None,
+    draft_vocab_text: Path | None,
     no_mtp: bool,
     dry_run: bool,
     overwrite: bool,
@@ -106,6 +108,8 @@ def export_command(
     """Export CHECKPOINT, a Hugging Face directory, to the package PACKAGE."""
     if no_mtp and lookaheads:
         raise click.UsageError("-k and --no-mtp exclude each other: drafts need the MTP head")
+    if no_mtp and (draft_vocab is not None or draft_vocab_text is not None):
+        raise click.UsageError("--draft-vocab and --no-mtp exclude each other: nothing is drafted")
     if target == "air" and opset_domain is not None:
         raise click.UsageError("--opset-domain is for --target onnx")
     drafts = [k for group in lookaheads for k in group] or [DEFAULT_LOOKAHEAD]
@@ -119,6 +123,8 @@ def export_command(
         "ascend": _ascend(target, lowering, soc_version, custom_ops),
         "dtype": dtype,
         "opset_domain": opset_domain or "microsoft",
+        "draft_vocab": draft_vocab,
+        "draft_vocab_text": draft_vocab_text,
     }
     with errors_as_lines():
         from qwen_mtp.describe import describe_package, describe_plan

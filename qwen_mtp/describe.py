@@ -295,6 +295,8 @@ def _model_lines(config: ModelConfig, geometry: Geometry | None) -> list[str]:
             f"{geometry.max_model_len} positions in blocks of {geometry.block_size}; "
             f"prefill {geometry.prefill_chunk} rows"
         )
+        if geometry.draft_vocab:
+            lines.append(f"drafts    of {geometry.draft_vocab} of {config.vocab_size} tokens")
     return lines
 
 

@@ -59,6 +59,21 @@ class IdList(click.ParamType[list[int]]):
         return [parse.convert(part, param, ctx) for part in parts]
 
 
+class CountOrFile(click.ParamType[int | Path]):
+    """``32768`` or the path of a file."""
+
+    name = "N|FILE"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int | Path:
+        """A number where it is one."""
+        try:
+            return int(value)
+        except (TypeError, ValueError):
+            return Path(value)
+
+
 def export_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """The choices of an export as options."""
     return _with_options(
@@ -114,6 +129,15 @@ def export_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--custom-op", "custom_ops", multiple=True, metavar="TYPE",
             help="air: use this operator of an operator package; may be repeated.",
+        ),
+        click.option(
+            "--draft-vocab", type=CountOrFile(), metavar="N|FILE",
+            help="Take drafts from N tokens, or from the ids in FILE: same text, cheaper drafts;"
+            " 0 is the whole vocabulary  [default: 32768 where it has more than 65536]",
+        ),
+        click.option(
+            "--draft-vocab-text", type=DIRECTORY, metavar="FILE",
+            help="The N most frequent tokens of this text  [default: the lowest ids]",
         ),
         click.option("--no-mtp", is_flag=True, help="The target alone, for plain decoding."),
         click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),

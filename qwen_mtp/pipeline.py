@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qwen_mtp.config import ModelConfig
+from qwen_mtp.draft_vocabulary import choose_draft_ids
 from qwen_mtp.errors import ExportError, MissingExtraError, VerificationError
 from qwen_mtp.ge.choice import activation_dtype, canonical, check_choice, has_fused_attention
 from qwen_mtp.ge.wheel import find_wheel
@@ -52,6 +53,8 @@ def export_package(
     ascend: AscendChoice | None = None,
     dtype: Activation | None = None,
     opset_domain: OpsetDomain = "microsoft",
+    draft_vocab: int | str | PathLike[str] | None = None,
+    draft_vocab_text: str | PathLike[str] | None = None,
     overwrite: bool = False,
     verify: bool = True,
     threads: int | None = None,
@@ -79,6 +82,11 @@ def export_package(
         opset_domain: Whose operators ONNX models use: ``microsoft`` has what ONNX Runtime runs
             fast; ``standard`` is ``ai.onnx`` alone, a static model for each graph, for ATC's
             ONNX parser and other readers.
+        draft_vocab: Tokens that drafts are taken from, which changes no text: how many, special
+            ones included; or a file of token ids, text or a ``.json`` list, to which special ones
+            are added; 0 is the whole vocabulary. None takes 32,768 of a vocabulary larger than
+            65,536.
+        draft_vocab_text: A text whose most frequent tokens are taken; None takes the lowest ids.
         overwrite: Replace an existing package.
         verify: End with the parity check.
         threads: Threads of the parity check.
@@ -104,6 +112,8 @@ def export_package(
         ascend=ascend,
         dtype=dtype,
         opset_domain=opset_domain,
+        draft_vocab=draft_vocab,
+        draft_vocab_text=draft_vocab_text,
     )
     target = Path(os.path.abspath(package))  # making it may replace the working directory
     with staged(target, overwrite=overwrite) as staging:
@@ -127,21 +137,26 @@ def plan_package(
     ascend: AscendChoice | None = None,
     dtype: Activation | None = None,
     opset_domain: OpsetDomain = "microsoft",
+    draft_vocab: int | str | PathLike[str] | None = None,
+    draft_vocab_text: str | PathLike[str] | None = None,
 ) -> "Plan":
     """Work an export out without touching a weight; arguments as :func:`export_package`.
 
     Raises:
         CheckpointError: The checkpoint cannot be exported.
         ExportError: A choice is out of range.
-        MissingExtraError: The extra ``export``, or for Ascend ``npu``, is not installed.
+        MissingExtraError: The extra ``export``, for Ascend ``npu``, or for a text ``text``, is not
+            installed.
+        PackageError: The tokenizer that a text needs cannot be used.
     """
     with _needs_export_extra():
         import qwen_mtp.export.package  # noqa: F401 - what writing needs is missed before any work
         from qwen_mtp.export.plan import plan_export
+    config = ModelConfig.from_checkpoint(checkpoint)
     if max_model_len is None:
-        limit = ModelConfig.from_checkpoint(checkpoint).max_position_embeddings
-        max_model_len = min(DEFAULT_MODEL_LEN, limit)
+        max_model_len = min(DEFAULT_MODEL_LEN, config.max_position_embeddings)
     ascend = None if ascend is None else canonical(ascend)
+    draft_ids = _draft_ids(Path(checkpoint), config, lookaheads, draft_vocab, draft_vocab_text)
     paged_attention = ascend is not None and has_fused_attention(ascend)
     geometry = Geometry(
         max_num_seqs=max_num_seqs,
@@ -152,6 +167,7 @@ def plan_package(
         format=format,
         layout=_layout(ascend, opset_domain),
         dtype=_dtype(ascend, format, dtype),
+        draft_vocab=len(draft_ids),
     )
     _check(geometry, FUSED_BLOCK_SIZES if paged_attention else BLOCK_SIZES)
     if ascend is None:
@@ -161,7 +177,21 @@ def plan_package(
     else:
         find_wheel()  # before any work
         check_choice(ascend, geometry)
-    return plan_export(Path(checkpoint), geometry, ascend, opset_domain)
+    return plan_export(Path(checkpoint), geometry, ascend, opset_domain, draft_ids)
+
+
+def _draft_ids(
+    checkpoint: Path,
+    config: ModelConfig,
+    lookaheads: Collection[int],
+    rows: int | str | PathLike[str] | None,
+    text: str | PathLike[str] | None,
+) -> tuple[int, ...]:
+    if lookaheads:
+        return choose_draft_ids(checkpoint, config, rows, text)
+    if rows is not None or text is not None:
+        raise ExportError("draft_vocab, draft_vocab_text: leave them out where nothing is drafted")
+    return ()
 
 
 def _layout(ascend: AscendChoice | None, opset_domain: OpsetDomain) -> Layout:

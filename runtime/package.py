@@ -6,16 +6,20 @@ from os import PathLike
 from pathlib import Path, PurePosixPath
 from typing import Self
 
+import numpy as np
+import numpy.typing as npt
+
 from qwen_mtp.errors import ExportError, PackageError, RequestError
 from qwen_mtp.fields import LARGEST
 from qwen_mtp.ge.soc import find_soc
 from qwen_mtp.graphs.manifest import REMEDY, PackageManifest, load_manifest
 from qwen_mtp.graphs.signature import graph_specs
 from qwen_mtp.graphs.spec import GraphSpec, state_specs
-from qwen_mtp.graphs.weights import PAGE
+from qwen_mtp.graphs.weights import DRAFT_IDS, PAGE
 from qwen_mtp.runtime.sampling import SamplingParams
 
 BACKENDS = ("onnxruntime", "ascend")
+_MAY_BE_ZERO = ("num_mtp_layers", "draft_vocab")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,7 @@ class Package:
             if named not in listed:
                 raise PackageError(f"{root}/manifest.json: files does not list {named}; {REMEDY}")
         _check_weights(root, manifest)
+        _check_draft_ids(root, manifest)
         _check_signatures(root, manifest)
         return cls(root, manifest)
 
@@ -64,6 +69,19 @@ class Package:
         """The signature of a graph."""
         return self.manifest.graphs[self.selector(name)]
 
+    def draft_ids(self) -> npt.NDArray[np.int32]:
+        """The draft vocabulary: ``[N]`` token ids, ascending; where there is none, all ids.
+
+        Raises:
+            OSError: The weights cannot be read.
+        """
+        count = self.manifest.geometry.draft_vocab
+        if not count:
+            return np.arange(self.manifest.config.vocab_size, dtype=np.int32)
+        tensor = next(t for t in self.manifest.weights if t.name == DRAFT_IDS)
+        path = self.directory / self.manifest.weight_path(DRAFT_IDS)
+        return np.fromfile(path, np.int32, count, offset=tensor.offset)
+
 
 def _check_numbers(root: Path, manifest: PackageManifest) -> None:
     """Refuse values that no export writes before anything is computed from them."""
@@ -72,8 +90,9 @@ def _check_numbers(root: Path, manifest: PackageManifest) -> None:
     for place, part in (("config", manifest.config), ("geometry", manifest.geometry)):
         for field in fields(part):
             value = getattr(part, field.name)
-            if type(value) is int and field.name != "num_mtp_layers" and not 0 < value <= LARGEST:
-                raise _odd(root, f"{place}.{field.name}", value, f"must be 1..{LARGEST}")
+            least = 0 if field.name in _MAY_BE_ZERO else 1
+            if type(value) is int and not least <= value <= LARGEST:
+                raise _odd(root, f"{place}.{field.name}", value, f"must be {least}..{LARGEST}")
     lookaheads, ids = manifest.geometry.lookaheads, manifest.config.eos_token_ids
     if list(lookaheads) != sorted(set(lookaheads)) or not set(lookaheads) <= set(range(1, 16)):
         raise _odd(root, "geometry.lookaheads", lookaheads, "must ascend within 1..15")
@@ -133,6 +152,18 @@ def _check_weights(root: Path, manifest: PackageManifest) -> None:
     for path, end in ends.items():
         if end != sizes[path]:
             raise _odd(root, "weights", f"{end} bytes", f"{path} has {sizes[path]}")
+
+
+def _check_draft_ids(root: Path, manifest: PackageManifest) -> None:
+    """A draft vocabulary is a part of the vocabulary, drafts are taken, and its ids are stored."""
+    geometry, vocabulary = manifest.geometry, manifest.config.vocab_size
+    count = geometry.draft_vocab
+    if count > vocabulary or (count and not geometry.lookaheads):
+        wanted = f"must be 0..{vocabulary if geometry.lookaheads else 0}"
+        raise _odd(root, "geometry.draft_vocab", count, wanted)
+    kinds = [(t.dtype, t.shape) for t in manifest.weights if t.name == DRAFT_IDS]
+    if kinds != ([("int32", (count,))] if count else []):
+        raise _odd(root, f"weights: {DRAFT_IDS}", kinds, f"but geometry.draft_vocab is {count}")
 
 
 def _odd(root: Path, name: str, found: object, wanted: str) -> PackageError:

@@ -122,10 +122,11 @@ class EagerGraphs:
         checkpoint: Path,
         geometry: Geometry,
         change: Callable[[Weights], object] | None = None,
+        draft_ids: Sequence[int] = (),
     ) -> None:
         """Load the weights; ``change`` may alter the stored tensors by name."""
         source = Checkpoint.open(checkpoint)
-        plan = Blueprint(source.config, geometry)
+        plan = Blueprint(source.config, geometry, draft_ids=draft_ids)
         weights = {k: v.copy() for k, v in load_weights(source, plan.groups, plan.stored).items()}
         if change is not None:
             change(weights)

@@ -187,7 +187,11 @@ def solo(
 
 
 def scripted(
-    running: Session, truths: Sequence[Track], length: int, script: Iterator[Want]
+    running: Session,
+    truths: Sequence[Track],
+    length: int,
+    script: Iterator[Want],
+    vocabulary: int = 256,
 ) -> list[Track]:
     """Run the requests of ``truths`` one after the other under one ``script``.
 
@@ -197,7 +201,7 @@ def scripted(
     tracks: list[Track] = []
     again: list[Want] = []
     for truth in truths:
-        drafter = Scripted(truth.tokens, chain(again, script))
+        drafter = Scripted(truth.tokens, chain(again, script), vocabulary)
         tracks.append(solo(running, truth.prompt, drafter, length))
         again = drafter.wanted[-1:]
         wanted = [want.accept for want in drafter.wanted]
