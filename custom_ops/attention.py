@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from qwen_mtp.custom_ops import attention_npu, pool
+from qwen_mtp.custom_ops import attention_native, attention_npu, pool
 from qwen_mtp.custom_ops.operator import MICROSOFT, Operator, const, shared
 from qwen_mtp.custom_ops.pool import by_head, read_slots, write_slots
 
@@ -274,6 +274,7 @@ KV_WRITE = Operator(
     meaning=kv_write,
     fake=_write_fake,
     onnx=_write_onnx,
+    native=attention_native.write_native,
     decomposed=attention_npu.write_decomposed,
     fused=attention_npu.write_fused,
     kernels=("ScatterPaKvCache",),
@@ -285,6 +286,7 @@ PAGED_ATTENTION = Operator(
     meaning=paged_attention,
     fake=_attention_fake,
     onnx=_attention_onnx,
+    native=attention_native.attention_native,
     decomposed=attention_npu.attention_decomposed,
     fused=attention_npu.attention_fused,
     kernels=("FusedInferAttentionScore",),

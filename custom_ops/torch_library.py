@@ -12,6 +12,8 @@ import torch
 
 from qwen_mtp.custom_ops import (
     attention,
+    attention_mix,
+    attention_project,
     causal_conv,
     delta_rule,
     linear,
@@ -37,6 +39,8 @@ OPERATORS: tuple[Operator, ...] = (
     pool.SCATTER_ROWS,
     attention.KV_WRITE,
     attention.PAGED_ATTENTION,
+    attention_mix.ATTENTION_MIX,
+    attention_project.ATTENTION_PROJECT,
     linear.LINEAR,
     linear.LINEAR_INT8,
     linear.LINEAR_INT8_ROWS,

@@ -6,6 +6,9 @@ import torch
 from torch import nn
 
 from qwen_mtp.config import ModelConfig
+from qwen_mtp.custom_ops.attention_mix import ATTENTION_MIX
+from qwen_mtp.custom_ops.attention_project import ATTENTION_PROJECT
+from qwen_mtp.custom_ops.composites import composite
 from qwen_mtp.custom_ops.torch_library import ops
 from qwen_mtp.graphs.io import GraphIO
 from qwen_mtp.graphs.layers import Linear, RMSNorm
@@ -74,17 +77,10 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> Projected:
         """Split, normalise and rotate ``[B * R, H]``; the gate follows its query head by head."""
-        batch, rows, _ = cos.shape
-        heads, kv_heads, dim = self.heads, self.kv_heads, self.dim
-        both = self.qkv(x).view(batch, rows, -1)
-        sizes = [2 * heads * dim, kv_heads * dim, kv_heads * dim]
-        gated, key, value = torch.split(both, sizes, dim=2)
-        query, gate = torch.split(gated.reshape(batch, rows, heads, 2 * dim), [dim, dim], dim=3)
-        query = ops.rotary_embedding(self.q_norm(query), cos, sin)
-        key = self.k_norm(key.reshape(batch, rows, kv_heads, dim))
-        key = ops.rotary_embedding(key, cos, sin)
-        value = value.reshape(batch, rows, kv_heads, dim)
-        return Projected(query, key, value, gate.reshape(batch, rows, heads * dim))
+        weights = self.q_norm.weight, self.k_norm.weight
+        sizes = self.heads, self.kv_heads, self.q_norm.eps
+        form = composite(ATTENTION_PROJECT)
+        return Projected(*form(self.qkv(x), *weights, cos, sin, *sizes))
 
     def write(
         self, io: GraphIO, rows: Projected, start: Tensor, count: Tensor, table: Tensor
@@ -113,9 +109,9 @@ class Attention(nn.Module):
         """
         key, value = io[f"{self.name}.key"], io[f"{self.name}.value"]
         more = extra or (None, None)
-        mixed = ops.paged_attention(query, key, value, table, start, count, *more, self.block_size)
-        width = self.heads * self.dim
-        mixed = mixed.reshape(-1, width) * torch.sigmoid(gate.reshape(-1, width))
+        mixed = composite(ATTENTION_MIX)(
+            query, gate, key, value, table, start, count, *more, self.block_size
+        )
         return self.out(mixed)  # type: ignore[no-any-return]
 
     def forward(self, io: GraphIO, x: Tensor, span: Span) -> Tensor:

@@ -1,6 +1,7 @@
 """Logits of the compiled and of the eager target against transformers' Qwen3.5."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from qwen_mtp.custom_ops.attention_project import ATTENTION_PROJECT
 from qwen_mtp.custom_ops.torch_library import ops
 from qwen_mtp.graphs.spec import Geometry
 from qwen_mtp.runtime.session import Session
@@ -208,9 +210,8 @@ OPERATOR_MISTAKES: dict[str, tuple[str, dict[str, Callable[..., Any]]]] = {
     "key heads tiled instead of repeated": ("deltanet", {"gated_delta_rule": _tiled_heads}),
     "convolution one row late": ("deltanet", {"causal_conv": _late_conv}),
     "window one row late": ("deltanet", {"conv_window": _late_window}),
-    "last dimensions rotated": ("attention", {"rotary_embedding": _rotated_tail}),
-    "neighbours rotated": ("attention", {"rotary_embedding": _rotated_pairs}),
 }
+ROTATION_MISTAKES = {"last dimensions": _rotated_tail, "neighbours": _rotated_pairs}
 
 
 @pytest.mark.parametrize("mistake", OPERATOR_MISTAKES)
@@ -219,6 +220,23 @@ def test_a_wrong_operator_breaks_the_comparison(
 ) -> None:
     module, wrong = OPERATOR_MISTAKES[mistake]
     _replace(monkeypatch, module, **wrong)
+    assert _eager_gap() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("mistake", ROTATION_MISTAKES)
+def test_a_wrong_rotation_breaks_the_comparison(
+    mistake: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, turn = ATTENTION_PROJECT.composed, ROTATION_MISTAKES[mistake]
+    assert parts is not None
+
+    def project(projected: Any, q: Any, k: Any, cos: Any, sin: Any, *sizes: Any) -> Any:
+        still = torch.ones_like(cos), torch.zeros_like(sin)
+        query, key, *rest = parts(projected, q, k, *still, *sizes)
+        return turn(query, cos, sin), turn(key, cos, sin), *rest
+
+    wrong = replace(ATTENTION_PROJECT, composed=project)
+    monkeypatch.setattr("qwen_mtp.graphs.attention.ATTENTION_PROJECT", wrong)
     assert _eager_gap() > 100 * TOLERANCE
 
 
