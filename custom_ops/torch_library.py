@@ -13,6 +13,7 @@ import torch
 from qwen_mtp.custom_ops import (
     attention,
     causal_conv,
+    delta_round,
     delta_rule,
     linear,
     norm,
@@ -34,6 +35,8 @@ OPERATORS: tuple[Operator, ...] = (
     causal_conv.CONV_WINDOW,
     delta_rule.DELTA_GATES,
     delta_rule.GATED_DELTA_RULE,
+    delta_round.DELTA_ROUND,
+    delta_round.DELTA_CHUNK,
     pool.SCATTER_ROWS,
     attention.KV_WRITE,
     attention.PAGED_ATTENTION,

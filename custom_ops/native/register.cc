@@ -1,4 +1,5 @@
 // The entry point the runtime looks for: adds the domain and its operators to a session.
+#include "delta.h"
 #include "linear.h"
 #include "norm.h"
 
@@ -23,5 +24,6 @@ ort::Status* add(ort::SessionOptions* options) {
 extern "C" __attribute__((visibility("default"))) ort::Status* RegisterCustomOps(
     ort::SessionOptions* options, const ort::Base* base) {
   ort::g_table = base->get_api(ort::kVersion);
-  return add<qwen_mtp::LinearInt8, qwen_mtp::LinearInt4, qwen_mtp::RMSNorm, qwen_mtp::AddNorm>(options);
+  using namespace qwen_mtp;
+  return add<DeltaRound, DeltaChunk, LinearInt8, LinearInt4, RMSNorm, AddNorm>(options);
 }
