@@ -10,6 +10,7 @@ namespace {
 
 constexpr float kUnitEps = 1e-6f;  // of the norms of queries and keys
 constexpr int kArena = 2;          // scratch slot
+constexpr int64_t kAhead = 4;      // rows whose memory is called for before their turn
 
 // Pieces of one allocation, each aligned for any vector.
 class Arena {
@@ -85,7 +86,7 @@ class Head {
       gates(h);
       list(pending, h, steps);
       const DeltaState block{state + h * size, state_out + h * size, s_.key_dim, s_.value_dim};
-      run_head(block, steps, total, keep_rows ? total : pending.count, work);
+      run_head(block, steps, total, keep_rows ? total : pending.count, h + 1 < s_.heads, work);
       for (int64_t t = 0; t < rows_.count; ++t) leave(t, h);
     }
   }
@@ -103,15 +104,28 @@ class Head {
 
   // Channels [first, first + count) of every row, through SiLU.
   void convolve(int64_t first, int64_t count, const HeadRows& to) {
+    if (s_.taps == 4) return convolve<4>(first, count, to);
+    convolve<0>(first, count, to);
+  }
+
+  // kTaps of 0: known at run time only.
+  template <int64_t kTaps>
+  void convolve(int64_t first, int64_t count, const HeadRows& to) {
+    const int64_t taps = kTaps > 0 ? kTaps : s_.taps, channels = s_.channels();
+    const float* weight = p_.taps + first;
     for (int64_t t = 0; t < rows_.count; ++t) {
+      const float* const* lines = lines_ + t;
+      const float* later = lines_[std::min(t + taps - 1 + kAhead, rows_.count + taps - 2)] + first;
       float* out = to.at(t);
       for (int64_t c = 0; c < count; c += vec::kLanes) {
+        const int64_t live = count - c;
+        __builtin_prefetch(later + c);
         vec::Floats total = vec::fill(0.0f);
-        for (int64_t j = 0; j < s_.taps; ++j) {
-          const vec::Floats tap = vec::load(p_.taps + j * s_.channels() + first + c, count - c);
-          total = vec::fma(vec::load(lines_[t + j] + first + c, count - c), tap, total);
+        for (int64_t j = 0; j < taps; ++j) {
+          const vec::Floats tap = vec::load(weight + j * channels + c, live);
+          total = vec::fma(vec::load(lines[j] + first + c, live), tap, total);
         }
-        vec::store(out + c, vec::silu(total), count - c);
+        vec::store(out + c, vec::silu(total), live);
       }
     }
   }
@@ -178,6 +192,7 @@ class Head {
     const int64_t dim = s_.value_dim, at = s_.channels() + h * dim;
     const float* o = outputs_ + t * dim;
     const float* z = rows_.qkvz + t * (s_.channels() + s_.value_size()) + at;
+    const float* later = z + std::min(kAhead, rows_.count - 1 - t) * (s_.channels() + s_.value_size());
     float* out = rows_.out + t * s_.value_size() + h * dim;
     vec::Floats total = vec::fill(0.0f);
     for (int64_t c = 0; c < dim; c += vec::kLanes) {
@@ -186,6 +201,7 @@ class Head {
     }
     const float factor = 1.0f / std::sqrt(vec::sum(total) / static_cast<float>(dim) + s_.eps);
     for (int64_t c = 0; c < dim; c += vec::kLanes) {
+      __builtin_prefetch(later + c);
       const vec::Floats gate = vec::load(z + c, dim - c);
       const vec::Floats x = vec::load(o + c, dim - c) * factor * vec::load(p_.norm + c, dim - c);
       vec::store(out + c, x * (s_.silu ? vec::silu(gate) : vec::sigmoid(gate)), dim - c);

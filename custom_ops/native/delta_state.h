@@ -6,6 +6,8 @@
 // Every column is summed in the order of its keys, whatever is computed beside it.
 #pragma once
 
+#include <algorithm>
+
 #include "math.h"
 
 namespace qwen_mtp {
@@ -35,10 +37,10 @@ constexpr int kBlockVectors = 2;
 template <int N>
 class DeltaBlock {
  public:
-  // `work` has room for keys * N vectors.
-  DeltaBlock(const DeltaState& state, int64_t column, float* work)
-      : from_(state.from + column), to_(state.to + column), work_(work), keys_(state.keys),
-        stride_(state.columns), column_(column) {}
+  // `work` has room for keys * N vectors; `ahead` is where the next block starts, or null.
+  DeltaBlock(const DeltaState& state, int64_t column, float* work, const float* ahead)
+      : from_(state.from + column), to_(state.to + column), work_(work), ahead_(ahead),
+        keys_(state.keys), stride_(state.columns), column_(column) {}
 
   // Leave in `to` the state after the first `kept` of `count` rows. Rows after those start there.
   void run(const DeltaRow* rows, int64_t count, int64_t kept) {
@@ -48,7 +50,10 @@ class DeltaBlock {
       return;
     }
     begin(rows, kept == 0 && apart);
+    const int64_t share = count > N ? 1 : count > 1 ? (N + count - 2) / (count - 1) : N;
     for (int64_t t = 0; t < count; ++t) {
+      fetch_ = ahead_ == nullptr ? N : std::min<int64_t>(t * share, N);
+      fetched_ = std::min<int64_t>(fetch_ + share, N);
       answer(rows[t]);
       if (t + 1 < count) {
         step(rows + t, t + 1 == kept);
@@ -90,28 +95,48 @@ class DeltaBlock {
   void pass(const DeltaRow* done, const DeltaRow* next) {
     constexpr int64_t kLanes = vec::kLanes;
     const Floats decay = vec::fill(kDone ? done->decay : 0.0f);
+    const float* past = kDone ? done->key : nullptr;
+    const float* key = kNext ? next->key : nullptr;
+    const float* query = kQuery ? next->query : nullptr;
     Floats read[N], asked[N], change[N];
     for (int n = 0; n < N; ++n) {
       read[n] = asked[n] = vec::fill(0.0f);
       change[n] = change_[n];
     }
     float* work = work_;
-    for (int64_t i = 0; i < keys_; ++i, work += N * kLanes) {
+    const int64_t keys = keys_, stride = stride_, live = stride_ - column_;
+    const int64_t fetch = fetch_, fetched = fetched_;
+    const float* ahead = ahead_;
+    for (int64_t i = 0; i < keys; ++i, work += N * kLanes) {
       Floats state[N];
-      for (int n = 0; n < N; ++n) {
-        const int64_t at = i * stride_ + n * kLanes, live = stride_ - column_ - n * kLanes;
-        if constexpr (kDone) {
-          const Floats gone = decay * vec::load(work + n * kLanes);
-          state[n] = vec::fma(vec::fill(done->key[i]), change[n], gone);
-        } else {
-          state[n] = vec::load(from_ + at, live);
+      if constexpr (kDone) {
+        const Floats k = vec::fill(past[i]);
+        for (int n = 0; n < N; ++n) {
+          state[n] = vec::fma(k, change[n], decay * vec::load(work + n * kLanes));
         }
-        if constexpr (kKeep) vec::store(to_ + at, state[n], live);
-        if constexpr (kNext) vec::store(work + n * kLanes, state[n]);
+        for (int64_t n = fetch; n < fetched; ++n) {
+          __builtin_prefetch(ahead + i * stride + n * kLanes, 0, 2);
+        }
+      } else {
+        for (int n = 0; n < N; ++n) {
+          state[n] = vec::load(from_ + i * stride + n * kLanes, live - n * kLanes);
+        }
       }
-      for (int n = 0; n < N; ++n) {
-        if constexpr (kNext) read[n] = vec::fma(vec::fill(next->key[i]), state[n], read[n]);
-        if constexpr (kQuery) asked[n] = vec::fma(vec::fill(next->query[i]), state[n], asked[n]);
+      if constexpr (kKeep) {
+        for (int n = 0; n < N; ++n) {
+          vec::store(to_ + i * stride + n * kLanes, state[n], live - n * kLanes);
+        }
+      }
+      if constexpr (kNext) {
+        const Floats k = vec::fill(key[i]);
+        for (int n = 0; n < N; ++n) {
+          vec::store(work + n * kLanes, state[n]);
+          read[n] = vec::fma(k, state[n], read[n]);
+        }
+      }
+      if constexpr (kQuery) {
+        const Floats q = vec::fill(query[i]);
+        for (int n = 0; n < N; ++n) asked[n] = vec::fma(q, state[n], asked[n]);
       }
     }
     for (int n = 0; n < N; ++n) {
@@ -123,21 +148,27 @@ class DeltaBlock {
   const float* from_;
   float* to_;
   float* work_;
+  const float* ahead_;
+  int64_t fetch_ = N, fetched_ = N;  // vectors of the next block that a pass calls for
   int64_t keys_, stride_, column_;
   Floats read_[N], asked_[N], change_[N];
 };
 
 // All columns of one head, block by block; `work` has room for keys * kBlockVectors vectors.
+// Where there is a `following` head its state comes right behind.
 inline void run_head(const DeltaState& state, const DeltaRow* rows, int64_t count, int64_t kept,
-                     float* work) {
-  for (int64_t column = 0; column < state.columns; column += kBlockVectors * vec::kLanes) {
+                     bool following, float* work) {
+  constexpr int64_t kWide = kBlockVectors * vec::kLanes;
+  for (int64_t column = 0; column < state.columns; column += kWide) {
     const int64_t vectors = (state.columns - column + vec::kLanes - 1) / vec::kLanes;
-    switch (vectors < kBlockVectors ? vectors : kBlockVectors) {
-      case 1: DeltaBlock<1>(state, column, work).run(rows, count, kept); break;
-      case 2: DeltaBlock<2>(state, column, work).run(rows, count, kept); break;
+    const float* ahead = following ? state.from + state.keys * state.columns : nullptr;
+    if (column + kWide < state.columns) ahead = state.from + column + kWide;
+    switch (std::min<int64_t>(vectors, kBlockVectors)) {
+      case 1: DeltaBlock<1>(state, column, work, ahead).run(rows, count, kept); break;
+      case 2: DeltaBlock<2>(state, column, work, ahead).run(rows, count, kept); break;
 #if defined(__AVX512F__) || defined(__aarch64__)
-      case 3: DeltaBlock<3>(state, column, work).run(rows, count, kept); break;
-      default: DeltaBlock<4>(state, column, work).run(rows, count, kept);
+      case 3: DeltaBlock<3>(state, column, work, ahead).run(rows, count, kept); break;
+      default: DeltaBlock<4>(state, column, work, ahead).run(rows, count, kept);
 #endif
     }
   }

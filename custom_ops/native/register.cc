@@ -1,7 +1,7 @@
 // The entry point the runtime looks for: adds the domain and its operators to a session.
 #include "delta.h"
 #include "linear.h"
-#include "norm.h"
+  return add<DeltaRound, DeltaChunk, LinearInt8, LinearInt4, RMSNorm, AddNorm, SwiGLU>(options);
 
 namespace {
 
@@ -25,5 +25,9 @@ extern "C" __attribute__((visibility("default"))) ort::Status* RegisterCustomOps
     ort::SessionOptions* options, const ort::Base* base) {
   ort::g_table = base->get_api(ort::kVersion);
   using namespace qwen_mtp;
+<<<<<<< HEAD
   return add<DeltaRound, DeltaChunk, LinearInt8, LinearInt4, RMSNorm, AddNorm>(options);
+=======
+  return add<DeltaRound, DeltaChunk, LinearInt8, LinearInt4, SwiGLU>(options);
+>>>>>>> ba9ff58 (SwiGLU as one kernel; what the delta kernels will read is called for ahead)
 }
