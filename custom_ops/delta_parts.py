@@ -100,3 +100,34 @@ def leave(o: Any, z: Any, vectors: Vectors) -> Any:
     flat = _ops().rms_norm(o, vectors.norm, vectors.eps).reshape(-1, z.shape[1])
     act = torch.sigmoid(z) if vectors.gate == "sigmoid" else torch.nn.functional.silu(z)
     return flat * act
+
+
+def composed_round(*args: Any) -> tuple[Any, ...]:
+    """``delta_round`` in smaller operators."""
+    qkvz, ba, *_, window, ssm, u, k, v, g, beta, num_accepted, _, _ = args
+    ops, vectors = _ops(), _vectors(args)
+    heads = Heads.of(int(vectors.conv.shape[0]), ssm)
+    line, z, ba = enter(qkvz, ba, heads, int(ssm.shape[0]))
+    window = ops.conv_window(window, u, num_accepted)
+    _, state = ops.gated_delta_rule(k, k, v, g, beta, ssm, num_accepted)
+    rows = gated(ops.causal_conv(line, vectors.conv, window), ba, vectors, heads)
+    o, _ = ops.gated_delta_rule(rows.q, rows.k, rows.v, rows.g, rows.beta, state, None)
+    new = (line, rows.k, rows.v, rows.g, rows.beta)
+    stash = (ops.pad_rows(x, int(u.shape[1]), 0) for x in new)
+    return leave(o, z, vectors), window, state, *stash
+
+
+def composed_chunk(*args: Any) -> tuple[Any, Any, Any]:
+    """``delta_chunk`` in smaller operators."""
+    qkvz, ba, *_, window, ssm, num_valid, _, _ = args
+    ops, vectors = _ops(), _vectors(args)
+    heads = Heads.of(int(vectors.conv.shape[0]), ssm)
+    line, z, ba = enter(qkvz, ba, heads, 1)
+    rows = gated(ops.causal_conv(line, vectors.conv, window), ba, vectors, heads)
+    o, state = ops.gated_delta_rule(rows.q, rows.k, rows.v, rows.g, rows.beta, ssm, num_valid)
+    return leave(o, z, vectors), ops.conv_window(window, line, num_valid), state
+
+
+def _vectors(args: tuple[Any, ...]) -> Vectors:
+    conv, decay, dt_bias, norm = args[2:6]
+    return Vectors(conv, decay, dt_bias, norm, *args[-2:])

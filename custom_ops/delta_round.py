@@ -11,7 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from qwen_mtp.custom_ops.causal_conv import causal_conv, conv_window, taps_first
-from qwen_mtp.custom_ops.delta_parts import UNIT_EPS, Heads, Vectors, enter, gated, leave
+from qwen_mtp.custom_ops.delta_parts import (
+    UNIT_EPS,
+    Heads,
+    Vectors,
+    composed_chunk,
+    composed_round,
+)
 from qwen_mtp.custom_ops.delta_rule import delta_gates, gated_delta_rule
 from qwen_mtp.custom_ops.norm import rms_norm
 from qwen_mtp.custom_ops.operator import NAMESPACE, Operator
@@ -136,39 +142,6 @@ def _left(o: Floats, qkvz: Floats, vectors: Vectors) -> Floats:
     return np.asarray(flat * (act if vectors.gate == "sigmoid" else z * act), np.float32)
 
 
-def _round_composed(*args: Any) -> tuple[Any, ...]:
-    import torch
-
-    qkvz, ba, *_, window, ssm, u, k, v, g, beta, num_accepted, _, _ = args
-    ops, vectors = getattr(torch.ops, NAMESPACE), _vectors(args)
-    heads = Heads.of(int(vectors.conv.shape[0]), ssm)
-    line, z, ba = enter(qkvz, ba, heads, int(ssm.shape[0]))
-    window = ops.conv_window(window, u, num_accepted)
-    _, state = ops.gated_delta_rule(k, k, v, g, beta, ssm, num_accepted)
-    rows = gated(ops.causal_conv(line, vectors.conv, window), ba, vectors, heads)
-    o, _ = ops.gated_delta_rule(rows.q, rows.k, rows.v, rows.g, rows.beta, state, None)
-    new = (line, rows.k, rows.v, rows.g, rows.beta)
-    stash = (ops.pad_rows(x, int(u.shape[1]), 0) for x in new)
-    return leave(o, z, vectors), window, state, *stash
-
-
-def _chunk_composed(*args: Any) -> tuple[Any, Any, Any]:
-    import torch
-
-    qkvz, ba, *_, window, ssm, num_valid, _, _ = args
-    ops, vectors = getattr(torch.ops, NAMESPACE), _vectors(args)
-    heads = Heads.of(int(vectors.conv.shape[0]), ssm)
-    line, z, ba = enter(qkvz, ba, heads, 1)
-    rows = gated(ops.causal_conv(line, vectors.conv, window), ba, vectors, heads)
-    o, state = ops.gated_delta_rule(rows.q, rows.k, rows.v, rows.g, rows.beta, ssm, num_valid)
-    return leave(o, z, vectors), ops.conv_window(window, line, num_valid), state
-
-
-def _vectors(args: tuple[Any, ...]) -> Vectors:
-    conv, decay, dt_bias, norm = args[2:6]
-    return Vectors(conv, decay, dt_bias, norm, *args[-2:])
-
-
 def _round_fake(*args: Any) -> tuple[Any, ...]:
     qkvz, _, conv, *_, window, ssm, u, k, v, g, beta, _, _, _ = args
     out = qkvz.new_empty((qkvz.shape[0], qkvz.shape[1] - conv.shape[0]))
@@ -218,7 +191,7 @@ DELTA_ROUND = Operator(
     " str gate) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     meaning=delta_round,
     fake=_round_fake,
-    composed=_round_composed,
+    composed=composed_round,
     native=_round_native,
 )
 DELTA_CHUNK = Operator(
@@ -227,6 +200,6 @@ DELTA_CHUNK = Operator(
     " -> (Tensor, Tensor, Tensor)",
     meaning=delta_chunk,
     fake=_chunk_fake,
-    composed=_chunk_composed,
+    composed=composed_chunk,
     native=_chunk_native,
 )

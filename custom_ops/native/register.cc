@@ -1,7 +1,8 @@
 // The entry point the runtime looks for: adds the domain and its operators to a session.
 #include "delta.h"
 #include "linear.h"
-  return add<DeltaRound, DeltaChunk, LinearInt8, LinearInt4, RMSNorm, AddNorm, SwiGLU>(options);
+#include "norm.h"
+#include "swiglu.h"
 
 namespace {
 
@@ -25,9 +26,5 @@ extern "C" __attribute__((visibility("default"))) ort::Status* RegisterCustomOps
     ort::SessionOptions* options, const ort::Base* base) {
   ort::g_table = base->get_api(ort::kVersion);
   using namespace qwen_mtp;
-<<<<<<< HEAD
-  return add<DeltaRound, DeltaChunk, LinearInt8, LinearInt4, RMSNorm, AddNorm>(options);
-=======
-  return add<DeltaRound, DeltaChunk, LinearInt8, LinearInt4, SwiGLU>(options);
->>>>>>> ba9ff58 (SwiGLU as one kernel; what the delta kernels will read is called for ahead)
+  return add<DeltaRound, DeltaChunk, LinearInt8, LinearInt4, RMSNorm, AddNorm, SwiGLU>(options);
 }
