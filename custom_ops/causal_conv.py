@@ -60,11 +60,11 @@ def _conv_onnx(op: Any, u: Any, weight: Any, window: Any) -> Any:
     rows, taps = int(u.shape[1]), int(weight.shape[2])
     index = const(op, np.arange(rows)[:, None] + np.arange(taps))
     line = op.Gather(op.Concat(window, u, axis=1), index, axis=1)
-    total = op.ReduceSum(op.Mul(line, _taps_first(op, weight)), [2], keepdims=0)
+    total = op.ReduceSum(op.Mul(line, taps_first(op, weight)), [2], keepdims=0)
     return op.Mul(total, op.Sigmoid(total))
 
 
-def _taps_first(op: Any, weight: Any) -> Any:
+def taps_first(op: Any, weight: Any) -> Any:
     """``[W, C]`` in the outermost graph, where it is folded once for all graphs of a model."""
     root = op.builder.root
     return shared(root.op, ("taps", weight), lambda: _transposed(root.op, weight))

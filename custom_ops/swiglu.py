@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from qwen_mtp.custom_ops.operator import Operator, const
+from qwen_mtp.custom_ops.operator import NAMESPACE, Operator, const
 
 Floats = npt.NDArray[np.float32]
 
@@ -33,6 +33,11 @@ def _onnx(op: Any, gate_up: Any) -> Any:
     return op.Mul(op.Mul(gate, op.Sigmoid(gate)), up)
 
 
+def _native(op: Any, gate_up: Any) -> Any:
+    rows, width = (int(n) for n in gate_up.shape)
+    return op.SwiGLU(gate_up, M=rows, I=width // 2, _domain=NAMESPACE)
+
+
 def _decomposed(gate_up: Any) -> Any:
     from torch.nn.functional import silu
 
@@ -53,6 +58,7 @@ SWIGLU = Operator(
     meaning=swiglu,
     fake=_fake,
     onnx=_onnx,
+    native=_native,
     decomposed=_decomposed,
     fused=_fused,
     kernels=("SwiGlu",),

@@ -37,7 +37,9 @@ SCRIPT = "atc-onnx.sh"
 # What is not decomposed. A linear layer is a Gemm already, which takes the weight as it is stored.
 _KEPT = {"scatter_rows": scatter_rows, "linear": LINEAR.onnx, "embedding": EMBEDDING.onnx}
 _FORMS = DECOMPOSED | {OWN[name]: form for name, form in _KEPT.items()}
-_DECOMPOSITIONS = {OWN[o.name]: o.decomposed for o in OPERATORS if o.name not in _KEPT}
+_DECOMPOSITIONS = {
+    OWN[o.name]: o.decomposed for o in OPERATORS if o.decomposed and o.name not in _KEPT
+}
 _TYPES = {
     "float32": ir.DataType.FLOAT,
     "float16": ir.DataType.FLOAT16,

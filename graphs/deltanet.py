@@ -4,30 +4,20 @@ In the layout ``slots`` commit is the choice of a state instead: a round leaves 
 of its rows, and the next one goes on from that of the last accepted row.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import nn
 
 from qwen_mtp.config import ModelConfig
+from qwen_mtp.custom_ops.composites import composite
+from qwen_mtp.custom_ops.delta_parts import Heads, Vectors, enter, gated, leave
+from qwen_mtp.custom_ops.delta_round import DELTA_CHUNK, DELTA_ROUND
 from qwen_mtp.custom_ops.torch_library import ops
 from qwen_mtp.graphs.io import GraphIO
 from qwen_mtp.graphs.layers import Linear, RMSNorm, Vector
 from qwen_mtp.graphs.spec import Geometry
 
 Tensor = torch.Tensor
-L2_EPS = 1e-6
-
-
-@dataclass(frozen=True, slots=True)
-class Gated:
-    """The recurrence's q, k ``[B, R, Nk, Dk]``, v ``[B, R, Nv, Dv]``, gates ``[B, R, Nv]``."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    beta: Tensor
+STASH = ("u", "k", "v", "g", "beta")
 
 
 class DeltaNet(nn.Module):
@@ -57,46 +47,21 @@ class DeltaNet(nn.Module):
         self.norm = RMSNorm(f"{prefix}.norm.weight", size, eps, dtype, "plain")
         self.out = Linear([(f"{prefix}.out_proj.weight", width)], self.value_size, format)
 
-    def _gate(self, mixed: Tensor, ba: Tensor) -> Gated:
-        """Split the convolved ``[B, R, C]``, make decay and beta of ``[B, R, 2 Nv]``."""
-        c = self.config
-        batch, rows, _ = mixed.shape
-        keys, dim, heads = c.linear_num_key_heads, c.linear_key_head_dim, c.linear_num_value_heads
-        qk, v = torch.split(mixed, [2 * keys * dim, self.value_size], dim=2)
-        # x / sqrt(sum x^2 + eps) written as an RMS norm, which is one kernel
-        unit = torch.full((dim,), dim**-0.5, dtype=self.norm.weight.dtype)
-        qk = ops.rms_norm(qk.reshape(batch, rows, 2 * keys, dim), unit, L2_EPS / dim)
-        q, k = torch.split(qk, [keys, keys], dim=2)
-        v = v.reshape(batch, rows, heads, c.linear_value_head_dim)
-        b, a = torch.split(ba, [heads, heads], dim=2)
-        g, beta = ops.delta_gates(a, b, self.decay.weight, self.dt_bias.weight)
-        return Gated(q, k, v, g, beta)
+    @property
+    def _vectors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.conv.weight, self.decay.weight, self.dt_bias.weight, self.norm.weight
 
-    def _leave(self, o: Tensor, z: Tensor) -> Tensor:
-        """Gated norm and output projection: norm first, then the gate."""
-        flat = self.norm(o).reshape(-1, self.value_size)
-        act = (
-            torch.sigmoid(z) if self.config.gate_activation == "sigmoid" else nn.functional.silu(z)
-        )
-        return self.out(flat * act)  # type: ignore[no-any-return]
-
-    def _enter(self, x: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Projections: u ``[B, R, C]``, z ``[B * R, Vd]``, b and a ``[B, R, 2 Nv]``."""
-        u, z = torch.split(self.qkvz(x), [self.channels, self.value_size], dim=1)
-        ba = self.ba(x).view(batch, -1, 2 * self.config.linear_num_value_heads)
-        return u.reshape(batch, -1, self.channels), z, ba
+    @property
+    def _scalars(self) -> tuple[float, str]:
+        return self.norm.eps, self.config.gate_activation
 
     def prefill(self, io: GraphIO, x: Tensor, num_valid: Tensor) -> Tensor:
         """A chunk of one sequence: rows at or after ``num_valid`` never reach the state."""
-        window, state = self._first(io)
-        u, z, ba = self._enter(x, 1)
-        mixed = ops.causal_conv(u, self.conv.weight, window)
-        rows = self._gate(mixed, ba)
-        o, state = ops.gated_delta_rule(
-            rows.q, rows.k, rows.v, rows.g, rows.beta, state, num_valid
+        rows, window, state = composite(DELTA_CHUNK)(
+            self.qkvz(x), self.ba(x), *self._vectors, *self._first(io), num_valid, *self._scalars
         )
-        self._keep(io, ops.conv_window(window, u, num_valid), state)
-        return self._leave(o, z)
+        self._keep(io, window, state)
+        return self.out(rows)  # type: ignore[no-any-return]
 
     def _first(self, io: GraphIO) -> tuple[Tensor, Tensor]:
         """Window ``[1, W - 1, C]`` and state ``[1, Nv, Dk, Dv]`` that a chunk starts from."""
@@ -118,44 +83,34 @@ class DeltaNet(nn.Module):
 
     def verify(self, io: GraphIO, x: Tensor, num_accepted: Tensor) -> Tensor:
         """Commit the accepted rows of the last round, then run the new rows on that state."""
-        batch = num_accepted.shape[0]
-        u, z, ba = self._enter(x, batch)
+        qkvz, ba = self.qkvz(x), self.ba(x)
         if self.slots:
-            return self._leave(self._choose(io, u, ba, num_accepted), z)
-        window = self._commit(io, num_accepted)
-        mixed = ops.causal_conv(u, self.conv.weight, window)
-        rows = self._gate(mixed, ba)
-        o, _ = ops.gated_delta_rule(
-            rows.q, rows.k, rows.v, rows.g, rows.beta, io[f"{self.name}.ssm"], None
+            return self.out(self._choose(io, qkvz, ba, num_accepted))  # type: ignore[no-any-return]
+        names = [f"{self.name}.{x}" for x in ("conv", "ssm", *(f"stash.{part}" for part in STASH))]
+        states = [io[name] for name in names]
+        rows, *states = composite(DELTA_ROUND)(
+            qkvz, ba, *self._vectors, *states, num_accepted, *self._scalars
         )
-        self._stash(io, u, rows)
-        return self._leave(o, z)
+        for name, state in zip(names, states, strict=True):
+            io.advance(name, state)
+        return self.out(rows)  # type: ignore[no-any-return]
 
-    def _choose(self, io: GraphIO, u: Tensor, ba: Tensor, num_accepted: Tensor) -> Tensor:
+    def _choose(self, io: GraphIO, qkvz: Tensor, ba: Tensor, num_accepted: Tensor) -> Tensor:
         """Go on from the state of the last accepted row and leave one for each new row."""
         conv, ssm = f"{self.name}.conv", f"{self.name}.ssm"
+        c, vectors = self.config, Vectors(*self._vectors, *self._scalars)
+        heads = Heads(
+            c.linear_num_key_heads,
+            c.linear_key_head_dim,
+            c.linear_num_value_heads,
+            c.linear_value_head_dim,
+        )
+        u, z, ba = enter(qkvz, ba, heads, num_accepted.shape[0])
         mixed, window = ops.slot_conv(u, self.conv.weight, io[conv], num_accepted)
-        rows = self._gate(mixed, ba)
+        rows = gated(mixed, ba, vectors, heads)
         o, states = ops.slot_delta_rule(
             rows.q, rows.k, rows.v, rows.g, rows.beta, io[ssm], num_accepted
         )
         io.advance(conv, window)
         io.advance(ssm, states)
-        return o  # type: ignore[no-any-return]
-
-    def _commit(self, io: GraphIO, num_accepted: Tensor) -> Tensor:
-        """Bring window and state past the accepted rows; rejected ones are exact no-ops."""
-        u, k, v, g, beta = (io[f"{self.name}.stash.{x}"] for x in ("u", "k", "v", "g", "beta"))
-        conv, ssm = f"{self.name}.conv", f"{self.name}.ssm"
-        window = ops.conv_window(io[conv], u, num_accepted)
-        _, state = ops.gated_delta_rule(k, k, v, g, beta, io[ssm], num_accepted)
-        io.advance(conv, window)
-        io.advance(ssm, state)
-        return window  # type: ignore[no-any-return]
-
-    def _stash(self, io: GraphIO, u: Tensor, rows: Gated) -> None:
-        """Keep what the next round needs to commit these rows."""
-        parts = {"u": u, "k": rows.k, "v": rows.v, "g": rows.g, "beta": rows.beta}
-        for part, value in parts.items():
-            name = f"{self.name}.stash.{part}"
-            io.advance(name, ops.pad_rows(value, io[name].shape[1], 0))
+        return leave(o, z, vectors)  # type: ignore[no-any-return]

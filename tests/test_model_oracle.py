@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from qwen_mtp.custom_ops import delta_parts
 from qwen_mtp.custom_ops.attention_project import ATTENTION_PROJECT
 from qwen_mtp.custom_ops.torch_library import ops
 from qwen_mtp.graphs.spec import Geometry
@@ -158,7 +159,10 @@ def _replace(monkeypatch: pytest.MonkeyPatch, module: str, **wrong: Callable[...
     names = ("rms_norm", "rotary_table", "rotary_embedding", "causal_conv", "conv_window")
     names += ("delta_gates", "gated_delta_rule", "kv_write", "paged_attention", "pad_rows")
     changed = SimpleNamespace(**{name: getattr(ops, name) for name in names} | wrong)
-    monkeypatch.setattr(f"qwen_mtp.graphs.{module}.ops", changed)
+    if module == "deltanet":  # its operators are the parts of a composite
+        monkeypatch.setattr(delta_parts, "_ops", lambda: changed)
+    else:
+        monkeypatch.setattr(f"qwen_mtp.graphs.{module}.ops", changed)
 
 
 def _late_decay(q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, count: Any) -> Any:

@@ -1,8 +1,10 @@
 // The entry point the runtime looks for: adds the domain and its operators to a session.
 #include "attention.h"
 #include "attention_project.h"
+#include "delta.h"
 #include "linear.h"
 #include "norm.h"
+#include "swiglu.h"
 
 namespace {
 
@@ -26,6 +28,6 @@ extern "C" __attribute__((visibility("default"))) ort::Status* RegisterCustomOps
     ort::SessionOptions* options, const ort::Base* base) {
   ort::g_table = base->get_api(ort::kVersion);
   using namespace qwen_mtp;
-  return add<LinearInt8, LinearInt4, RMSNorm, AddNorm, AttentionProject, KvWrite<float>, KvWrite<Half>,
-             PagedAttention<float>, PagedAttention<Half>>(options);
+  return add<AddNorm, AttentionProject, DeltaChunk, DeltaRound, KvWrite<float>, KvWrite<Half>, LinearInt4,
+             LinearInt8, PagedAttention<float>, PagedAttention<Half>, RMSNorm, SwiGLU>(options);
 }
