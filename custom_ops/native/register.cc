@@ -1,6 +1,7 @@
 // The entry point the runtime looks for: adds the domain and its operators to a session.
 #include "linear.h"
 #include "norm.h"
+#include "rejection.h"
 
 namespace {
 
@@ -23,5 +24,6 @@ ort::Status* add(ort::SessionOptions* options) {
 extern "C" __attribute__((visibility("default"))) ort::Status* RegisterCustomOps(
     ort::SessionOptions* options, const ort::Base* base) {
   ort::g_table = base->get_api(ort::kVersion);
-  return add<qwen_mtp::LinearInt8, qwen_mtp::LinearInt4, qwen_mtp::RMSNorm, qwen_mtp::AddNorm>(options);
+  return add<qwen_mtp::LinearInt8, qwen_mtp::LinearInt4, qwen_mtp::RMSNorm, qwen_mtp::AddNorm,
+             qwen_mtp::RejectionSample, qwen_mtp::ArgMaxRows>(options);
 }
