@@ -1,0 +1,83 @@
+"""One native kernel in a session of its own, from a library that is built once per test run."""
+
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from qwen_mtp.custom_ops.operator import NAMESPACE
+from tests.packages import scratch
+
+Array = np.ndarray
+Run = Callable[..., list[Array]]
+SOURCES = Path(__file__).parent.parent / "custom_ops" / "native"
+
+
+@cache
+def library(machine: str = "native") -> Path:
+    """The kernels for a ``-march``; skips the test where there is no compiler."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    scratch().mkdir(exist_ok=True)
+    path = scratch() / f"kernels-{machine}.so"
+    flags = ["-std=c++17", "-O3", f"-march={machine}", "-ffp-contract=off", "-fPIC", "-shared"]
+    sources = sorted(str(file) for file in SOURCES.glob("*.cc"))
+    command = [compiler, *flags, "-w", "-fvisibility=hidden", "-o", str(path), *sources]
+    subprocess.run(command, check=True, capture_output=True)
+    return path
+
+
+def native_session(
+    kind: str,
+    inputs: Mapping[str, Array | None],
+    outputs: Mapping[str, Array],
+    *,
+    threads: int = 2,
+    machine: str = "native",
+    symbolic: Mapping[str, tuple[int | str, ...]] | None = None,
+    **attributes: int | float,
+) -> ort.InferenceSession:
+    """A session with one node.
+
+    Args:
+        kind: The name of the kernel.
+        inputs: Their names and examples in order; None for one that is absent.
+        outputs: Their names and examples (only types and shapes count).
+        threads: Threads of the session.
+        machine: What the library is compiled for, as ``-march``.
+        symbolic: Shapes of inputs that are not static.
+        **attributes: Of the node.
+    """
+    shapes = {name: x.shape for name, x in inputs.items() if x is not None} | dict(symbolic or {})
+    given = {
+        name: None if x is None else _value(name, x, shapes[name]) for name, x in inputs.items()
+    }
+    made = [_value(name, x, x.shape) for name, x in outputs.items()]
+    node = ir.Node(
+        NAMESPACE,
+        kind,
+        list(given.values()),
+        ir.convenience.convert_attributes(attributes),
+        outputs=made,
+    )
+    present = [value for value in given.values() if value is not None]
+    graph = ir.Graph(
+        present, made, nodes=[node], opset_imports={"": 24, NAMESPACE: 1}, name="main"
+    )
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.register_custom_ops_library(str(library(machine)))
+    model = ir.to_proto(ir.Model(graph, ir_version=11)).SerializeToString()
+    return ort.InferenceSession(model, options, ["CPUExecutionProvider"])
+
+
+def _value(name: str, example: Array, shape: tuple[int | str, ...]) -> ir.Value:
+    kind = ir.TensorType(ir.DataType.from_numpy(example.dtype))
+    return ir.Value(name=name, type=kind, shape=ir.Shape(shape))
