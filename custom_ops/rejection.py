@@ -239,6 +239,7 @@ REJECTION_SAMPLE = Operator(
     meaning=meaning,
     fake=fake,
     onnx=rejection_onnx.rejection_sample,
+    native=rejection_onnx.rejection_sample_native,
     decomposed=rejection_aten.decomposed,
     ge=rejection_ge.rejection_sample,
     kernels=(rejection_ge.OP_TYPE,),

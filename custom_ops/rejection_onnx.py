@@ -73,6 +73,20 @@ def rejection_sample_laws(op: Any, *inputs: Any) -> Pair:
     return _call(op, "RejectionSampleLaws", (*INPUTS, "draft_probs"), inputs)
 
 
+def rejection_sample_native(op: Any, *inputs: Any) -> Pair:
+    """Add one ``RejectionSample`` node, to be run by the kernel of that name.
+
+    Args:
+        op: The ``OpBuilder`` of the graph.
+        *inputs: The ten graph values of ``INPUTS``.
+
+    Returns:
+        Tokens ``[B, R]`` int32 and accepted count ``[B]`` int32.
+    """
+    tokens, accepted = op.RejectionSample(*inputs, _domain=NAMESPACE, _outputs=2)
+    return tokens, accepted
+
+
 def _call(op: Any, name: str, names: Sequence[str], inputs: Sequence[Any]) -> Pair:
     function = op.functions.get((NAMESPACE, name, "")) or _function(name, names)
     op.builder.root.graph.opset_imports.setdefault(NAMESPACE, 1)

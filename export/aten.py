@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from qwen_mtp.custom_ops.operator import const
+from qwen_mtp.custom_ops.operator import NAMESPACE, const
 
 Form = Callable[..., Any]
 aten = torch.ops.aten
@@ -79,6 +79,12 @@ def _argmax(op: Any, x: Any, dim: int) -> Any:
     return op.ArgMax(x, axis=dim, keepdims=0)
 
 
+def _argmax_native(op: Any, x: Any, dim: int) -> Any:
+    if len(x.shape) != 2 or dim not in (1, -1) or x.dtype.numpy() != np.float32:
+        return _argmax(op, x, dim)
+    return op.ArgMaxRows(x, _domain=NAMESPACE)
+
+
 FORMS: dict[Any, Form] = {
     aten.add.Tensor: _binary("Add"),
     aten.sub.Tensor: _binary("Sub"),
@@ -98,3 +104,6 @@ FORMS: dict[Any, Form] = {
     aten.argmax.default: _argmax,
     aten.index_select.default: lambda op, x, dim, index: op.Gather(x, index, axis=dim),
 }
+
+# With a kernel of native/: the one of ONNX Runtime runs on a single thread.
+NATIVE: dict[Any, Form] = {aten.argmax.default: _argmax_native}

@@ -11,7 +11,7 @@ from torch.fx import Node
 from qwen_mtp.custom_ops.operator import NAMESPACE, const
 from qwen_mtp.custom_ops.torch_library import OPERATORS
 from qwen_mtp.errors import ExportError
-from qwen_mtp.export.aten import FORMS, ONNX_TYPES, Form
+from qwen_mtp.export.aten import FORMS, NATIVE, ONNX_TYPES, Form
 from qwen_mtp.graphs.layers import DTYPES
 from qwen_mtp.graphs.model import Graph
 from qwen_mtp.graphs.spec import DType, GraphSpec
@@ -29,7 +29,9 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
 ONNX_FORMS: dict[Any, Form] = FORMS | {
     OWN[o.name]: o.onnx for o in OPERATORS if o.composed is None
 }
-NATIVE_FORMS: dict[Any, Form] = ONNX_FORMS | {OWN[o.name]: o.native for o in OPERATORS if o.native}
+NATIVE_FORMS: dict[Any, Form] = (
+    ONNX_FORMS | NATIVE | {OWN[o.name]: o.native for o in OPERATORS if o.native}
+)
 
 
 def trace(graph: Graph) -> torch.export.ExportedProgram:

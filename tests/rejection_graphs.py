@@ -52,9 +52,16 @@ def to_proto(gb: Any, outputs: dict[str, Any]) -> onnx.ModelProto:
     return proto
 
 
-def to_session(proto: onnx.ModelProto, profile: Path | None = None) -> ort.InferenceSession:
+def to_session(
+    proto: onnx.ModelProto,
+    profile: Path | None = None,
+    kernels: Path | None = None,
+    threads: int = 2,
+) -> ort.InferenceSession:
     options = ort.SessionOptions()
-    options.intra_op_num_threads = 2
+    options.intra_op_num_threads = threads
+    if kernels is not None:
+        options.register_custom_ops_library(str(kernels))
     if profile is not None:
         options.enable_profiling, options.profile_file_prefix = True, str(profile / "run")
     return ort.InferenceSession(proto.SerializeToString(), options, ["CPUExecutionProvider"])

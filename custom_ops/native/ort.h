@@ -45,7 +45,7 @@ enum Place : int {
   kKernelContextParallelFor = 274,
 };
 
-enum Type : int { kAny = 0, kFloat = 1, kUint8 = 2, kInt8 = 3, kInt32 = 6, kHalf = 10 };
+enum Type : int { kAny = 0, kFloat = 1, kUint8 = 2, kInt8 = 3, kInt32 = 6, kInt64 = 7, kHalf = 10 };
 enum Presence : int { kRequired = 0, kOptional = 1 };
 
 struct CustomOp {

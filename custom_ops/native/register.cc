@@ -4,6 +4,7 @@
 #include "delta.h"
 #include "linear.h"
 #include "norm.h"
+#include "rejection.h"
 #include "swiglu.h"
 
 namespace {
@@ -28,6 +29,7 @@ extern "C" __attribute__((visibility("default"))) ort::Status* RegisterCustomOps
     ort::SessionOptions* options, const ort::Base* base) {
   ort::g_table = base->get_api(ort::kVersion);
   using namespace qwen_mtp;
-  return add<AddNorm, AttentionProject, DeltaChunk, DeltaRound, KvWrite<float>, KvWrite<Half>, LinearInt4,
-             LinearInt8, PagedAttention<float>, PagedAttention<Half>, RMSNorm, SwiGLU>(options);
+  return add<AddNorm, ArgMaxRows, AttentionProject, DeltaChunk, DeltaRound, KvWrite<float>, KvWrite<Half>,
+             LinearInt4, LinearInt8, PagedAttention<float>, PagedAttention<Half>, RejectionSample, RMSNorm,
+             SwiGLU>(options);
 }
