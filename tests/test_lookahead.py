@@ -164,7 +164,7 @@ def test_drafting_comes_back_with_acceptance_and_goes_with_it() -> None:
 def test_drafts_that_cost_more_than_they_give_are_given_up_once_that_is_measured() -> None:
     drafts = play(policy(), DEAR, [1] * 100)
     assert drafts[0] == 3
-    assert drafts[30:].count(None) >= 50, drafts
+    assert drafts[30:].count(None) >= 45, drafts
 
 
 def test_a_position_that_is_never_accepted_is_given_up_alone() -> None:
