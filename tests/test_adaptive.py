@@ -15,6 +15,7 @@ from qwen_mtp.runtime.session import Session
 from tests.committed import History, first, poisoned, rows, state_differences, step_by_step
 from tests.packages import TRAINED, package, random_checkpoint
 from tests.scripted import (
+    LIMIT,
     Floats,
     Forced,
     Track,
@@ -31,7 +32,7 @@ from tests.scripted import (
     solo,
 )
 
-K, P, LIMIT = 3, 4, 96
+K, P, LONG = 3, 4, 96
 LENGTHS, LENGTH = (1, 17, 33), 44
 SOURCES = [
     "random",
@@ -46,12 +47,10 @@ SOURCES = [
 
 @cache
 def model(source: str = "random") -> Package:
-    """Two slots, draft graphs of 1 and 3."""
-    small = {"num_hidden_layers": 2, "full_attention_interval": 2}
-    checkpoint = random_checkpoint(5, **small) if source == "random" else TRAINED
-    format = "fp32" if source == "random" else "int8"
-    geometry = {"max_num_seqs": 2, "max_model_len": LIMIT, "lookaheads": (1, K)}
-    return package(checkpoint, format=format, **geometry)
+    """Two slots, draft graphs of 1 and 3; other tests share the packages."""
+    if source == "random":
+        return package(random_checkpoint(0), format="int8", max_num_seqs=2, lookaheads=(1, K))
+    return package(TRAINED, format="fp32", max_num_seqs=2, max_model_len=LIMIT, lookaheads=(1, K))
 
 
 @cache
@@ -156,8 +155,8 @@ def test_slots_that_choose_apart_from_each_other_give_their_solo_bits() -> None:
 def test_the_end_may_fall_into_any_round(end: str) -> None:
     whole = alone()[1].track
     text = [*whole.prompt, *whole.tokens]
-    for left in range(1, 2 * P + 2):
-        prompt = (text * 2)[: LIMIT - left] if end == "context" else whole.prompt
+    for left in range(1, P + 3):
+        prompt = (text * 4)[: LIMIT - left] if end == "context" else whole.prompt
         most = None if end == "context" else left
         sampling = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True).resolve()
         truth = solo(session(model(), 0), prompt, nothing, left)
@@ -194,11 +193,11 @@ class Priced(AdaptiveLookahead):
 @pytest.mark.parametrize("wrong", [False, True])
 def test_adaptive_rounds_cost_little_more_than_the_best_fixed_ones(wrong: bool) -> None:
     """All drafts wrong, then all of them right; the text is that of plain decoding."""
-    truth = solo(session(model(), 0), [7], nothing, LIMIT - 1)
+    truth = solo(session(model(), 0), [7], nothing, LONG)
     running = session(model(), K)
     running.policy = policy = Priced(model(), K)
     track = begin(running, following(running, truth, cycle([0 if wrong else K])))
-    while len(track.tokens) < LIMIT - K - 2:
+    while len(track.tokens) < LONG - K - 2:
         advance(running, [track])
     assert differences(truth, track, len(track.tokens)) == []
     count = len(track.tokens) - 1
