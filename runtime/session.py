@@ -25,7 +25,13 @@ from qwen_mtp.runtime.feeds import (
     put_back,
     take_waiting,
 )
-from qwen_mtp.runtime.limits import banned_ids, check_drafts, check_request, check_room
+from qwen_mtp.runtime.limits import (
+    banned_ids,
+    check_drafts,
+    check_request,
+    check_room,
+    chosen_lookahead,
+)
 from qwen_mtp.runtime.lookahead import AdaptiveLookahead, Choice, FixedLookahead, Lookahead, Need
 from qwen_mtp.runtime.package import Package
 from qwen_mtp.runtime.runner import GraphRunner
@@ -95,16 +101,8 @@ class Session(Closing):
             PackageError: The model cannot be loaded, or is not compiled yet.
             RequestError: A number is out of range.
         """
-        most = package.max_lookahead
-        k = most if num_speculative_tokens is None else num_speculative_tokens
-        if not 0 <= k <= most:
-            remedy = (
-                f"the package allows 0..{most}; export again with a larger -k"
-                if most
-                else "the package has no MTP head; export it without --no-mtp"
-            )
-            raise RequestError(f"num_speculative_tokens is {k}, {remedy}")
         geometry = package.manifest.geometry
+        k = chosen_lookahead(geometry, num_speculative_tokens)
         self.package, self.lookahead = package, k
         self.engine: GraphRunner = engine or open_engine(
             package, threads=threads, device=device, keep_logits=keep_logits
