@@ -45,7 +45,8 @@ def export() -> None:
 def generate(num_speculative_tokens: int) -> tuple[list[RequestOutput], float]:
     """Continue every prompt greedily, and the seconds that took; 0 drafts is plain decoding."""
     params = SamplingParams(temperature=0, max_tokens=64)
-    with LLM(PACKAGE, num_speculative_tokens=num_speculative_tokens) as llm:
+    fixed = {"num_speculative_tokens": num_speculative_tokens, "adaptive": False}
+    with LLM(PACKAGE, **fixed) as llm:
         start = time.perf_counter()
         outputs = llm.generate(list(PROMPTS), params)
         return outputs, time.perf_counter() - start

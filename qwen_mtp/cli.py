@@ -19,7 +19,7 @@ import msgspec
 from qwen_mtp.errors import MissingExtraError, PackageError, QwenMtpError, VerificationError
 from qwen_mtp.graphs.spec import AscendChoice
 from qwen_mtp.options import (
-    DEFAULT_LOOKAHEAD,
+    DEFAULT_LOOKAHEADS,
     DEFAULT_SOC,
     DIRECTORY,
     IdList,
@@ -112,7 +112,7 @@ def export_command(
         raise click.UsageError("--draft-vocab and --no-mtp exclude each other: nothing is drafted")
     if target == "air" and opset_domain is not None:
         raise click.UsageError("--opset-domain is for --target onnx")
-    drafts = [k for group in lookaheads for k in group] or [DEFAULT_LOOKAHEAD]
+    drafts = [k for group in lookaheads for k in group] or [*DEFAULT_LOOKAHEADS]
     choices: dict[str, Any] = {
         "format": format_,
         "lookaheads": () if no_mtp else drafts,
@@ -250,6 +250,7 @@ def run(
     prompt: str | None,
     prompt_ids: list[int] | None,
     num_speculative_tokens: int | None,
+    adaptive: bool,
     threads: int | None,
     device: int | None,
     interpret: bool,
@@ -274,6 +275,7 @@ def run(
             package,
             threads=threads,
             num_speculative_tokens=num_speculative_tokens,
+            adaptive=adaptive,
             device=device,
             engine=engine,
         ) as llm:
@@ -299,27 +301,31 @@ def _generate(llm: Any, prompt: Any, params: Any, as_json: bool, quiet: bool) ->
         print_json(output_json(output))
         return
     plain = not isinstance(prompt, str) and not _has_text(llm)
-    counts, reason = [], None
+    counts, drafted, reason = [], [], None
     for delta in llm.stream([prompt], params):
         counts.append(len(delta.token_ids))
+        drafted.append(delta.drafted)
         reason = delta.finish_reason
         text = " ".join(map(str, delta.token_ids)) + " " if plain else delta.text
         click.echo(text, nl=False)
     click.echo()
     if not quiet:
-        click.echo(f"{reason}: {counts_line(counts)}", err=True)
+        click.echo(f"{reason}: {counts_line(counts, drafted)}", err=True)
 
 
-def counts_line(counts: Sequence[int]) -> str:
+def counts_line(counts: Sequence[int], drafted: Sequence[int]) -> str:
     """What a stream did.
 
     Args:
         counts: Tokens of each piece: the prompt's one token, then those of each target pass.
+        drafted: Drafts of each piece: none, then those of each target pass.
     """
     passes = counts[1:]
     line = f"{sum(counts)} token{'' if sum(counts) == 1 else 's'}"
     if passes:
-        line += f", {sum(passes) / len(passes):.2f} a target pass ({len(passes)} passes)"
+        plain = drafted[1:].count(0)
+        without = f", {plain} without drafts" if plain else ""
+        line += f", {sum(passes) / len(passes):.2f} a target pass ({len(passes)} passes{without})"
     most = max(passes, default=0)
     kept = [sum(count > place for count in passes) for place in range(1, most)]
     return line + (f"; drafts kept by position: {', '.join(map(str, kept))}" if kept else "")

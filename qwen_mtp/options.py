@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-DEFAULT_LOOKAHEAD = 3
+DEFAULT_LOOKAHEADS = (1, 3)
 DEFAULT_SOC = "Ascend910B4"
 DIRECTORY = click.Path(path_type=Path, readable=False)  # what cannot be read exits with 1
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -95,7 +95,8 @@ def export_options(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option(
             "-k", "--num-speculative-tokens", "lookaheads", type=LookaheadList(), multiple=True,
-            help=f"Drafts a round: K, or K,K for several  [default: {DEFAULT_LOOKAHEAD}]",
+            help="Drafts a round: K, or K,K for several"
+            f"  [default: {','.join(map(str, DEFAULT_LOOKAHEADS))}]",
         ),
         click.option(
             "--max-model-len", type=click.IntRange(2),
@@ -168,6 +169,10 @@ def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "-k", "--num-speculative-tokens", type=click.IntRange(0, 15),
             help="Drafts a round, 0 is plain decoding  [default: the most exported]",
+        ),
+        click.option(
+            "--adaptive/--no-adaptive", default=True, show_default=True,
+            help="Fewer drafts, or none, in rounds where they do not pay.",
         ),
     )  # fmt: skip
 

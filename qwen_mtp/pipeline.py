@@ -44,7 +44,7 @@ def export_package(
     package: str | PathLike[str],
     *,
     format: WeightFormat = "int8",
-    lookaheads: Collection[int] = (3,),
+    lookaheads: Collection[int] = (1, 3),
     max_model_len: int | None = None,
     max_num_seqs: int = 1,
     block_size: int | None = None,
@@ -68,7 +68,8 @@ def export_package(
         format: Weight format: ``fp32``, ``int8`` (W8A8, per row and channel) or ``int4``; for
             Ascend also ``fp16`` and ``bf16``, for standard ONNX ``fp16`` but not ``int4``.
         lookaheads: Numbers of drafts a round, 1..15; each adds a draft graph and, beyond 1, a
-            verify graph.
+            verify graph. With 1 among them, adaptive look-ahead has a cheap way to find out
+            whether drafts pay.
         max_model_len: Positions of a sequence, prompt included; None takes 4096, or what the
             model was made for if that is less.
         max_num_seqs: Batch slots.

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from qwen_mtp.graphs.spec import GraphSpec
 from qwen_mtp.runtime.randomness import Purpose, uniforms
@@ -26,7 +27,8 @@ class LiveSequence:
         last: The newest committed token; it stands at position ``computed``.
         emitted: Tokens emitted so far.
         pending: Rows of the stash that the next verify graph commits.
-        rows: Rows of the last round that the drafter has not seen yet.
+        rows: Rows that the drafter has not seen yet, at the start of the slot's part of the
+            buffers ``tokens`` and ``hidden``.
         rows_start: Position of the first of them.
         blocks: Blocks of the pool, in order.
     """
@@ -71,6 +73,41 @@ def feed_draft(engine: GraphRunner, graph: str, sequences: Mapping[int, LiveSequ
     rows[:], start[:] = 0, 0
     for slot, sequence in sequences.items():
         rows[slot], start[slot] = sequence.rows, sequence.rows_start
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingRows:
+    """Rows of one slot that the drafter has not seen yet: tokens ``[n]``, hidden ``[n, H]``."""
+
+    tokens: npt.NDArray[np.int32]
+    hidden: npt.NDArray[np.float32]
+
+
+def take_waiting(
+    engine: GraphRunner, graph: str, slot: int, sequence: LiveSequence
+) -> WaitingRows:
+    """Copy the rows that wait, before a verify graph writes over them."""
+    tokens, hidden = (engine.buffer(graph, name)[slot] for name in ("tokens", "hidden"))
+    return WaitingRows(tokens[: sequence.rows].copy(), hidden[: sequence.rows].copy())
+
+
+def put_back(
+    engine: GraphRunner,
+    graph: str,
+    slot: int,
+    sequence: LiveSequence,
+    waiting: WaitingRows | None,
+) -> None:
+    """Add the rows that a verify graph gave to those that wait, of which None are left."""
+    new, old = sequence.pending, 0 if waiting is None else len(waiting.tokens)
+    if waiting is None:
+        sequence.rows_start = sequence.computed
+    else:
+        tokens, hidden = (engine.buffer(graph, name)[slot] for name in ("tokens", "hidden"))
+        assert old + new <= len(tokens), "the drafter should have run"
+        tokens[old : old + new], hidden[old : old + new] = tokens[:new].copy(), hidden[:new].copy()
+        tokens[:old], hidden[:old] = waiting.tokens, waiting.hidden
+    sequence.rows = old + new
 
 
 def feed_verify(

@@ -6,9 +6,27 @@ import numpy as np
 
 from qwen_mtp.errors import RequestError
 from qwen_mtp.graphs.manifest import PackageManifest
-from qwen_mtp.graphs.spec import STOP_IDS
+from qwen_mtp.graphs.spec import STOP_IDS, Geometry
 from qwen_mtp.runtime.feeds import LiveSequence
 from qwen_mtp.runtime.sampling import ResolvedSampling
+
+
+def chosen_lookahead(geometry: Geometry, asked: int | None) -> int:
+    """Most drafts a round, of those that a package was exported for; None takes all.
+
+    Raises:
+        RequestError: More are asked for, or fewer than none.
+    """
+    most = max(geometry.lookaheads, default=0)
+    chosen = most if asked is None else asked
+    if not 0 <= chosen <= most:
+        remedy = (
+            f"the package allows 0..{most}; export again with a larger -k"
+            if most
+            else "the package has no MTP head; export it without --no-mtp"
+        )
+        raise RequestError(f"num_speculative_tokens is {chosen}, {remedy}")
+    return chosen
 
 
 def check_request(

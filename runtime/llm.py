@@ -49,6 +49,7 @@ class LLM(Closing):
         *,
         threads: int | None = None,
         num_speculative_tokens: int | None = None,
+        adaptive: bool = True,
         device: int | None = None,
         engine: GraphRunner | None = None,
     ) -> None:
@@ -61,6 +62,9 @@ class LLM(Closing):
                 cores.
             num_speculative_tokens: Drafts a round, 0 = plain decoding on the same package; None
                 takes the largest the package was exported for.
+            adaptive: Of these, propose as many each round as pay, by measured costs and recent
+                acceptance; False always proposes all. Greedy text does not depend on it, and a
+                seed repeats its text either way.
             device: Ascend: which NPU, as ``npu-smi info`` counts; None takes the first.
             engine: What runs the graphs instead, made for the same package; it is the caller's
                 to close. ``InterpretedEngine`` runs those for Ascend without an NPU.
@@ -78,6 +82,7 @@ class LLM(Closing):
             self.package,
             threads=threads,
             num_speculative_tokens=num_speculative_tokens,
+            adaptive=adaptive,
             device=device,
             engine=engine,
         )
@@ -178,7 +183,7 @@ class LLM(Closing):
                 errors.append(f"prompt {request.index}: {result.error}")
                 continue
             before = len(request.checker.token_ids)
-            deltas.append(self._push(session, slot, active, result.tokens))
+            deltas.append(self._push(session, slot, active, result.tokens, result.drafted))
             kept = len(request.checker.token_ids) - before
             request.stats.count_round(result.drafted, result.accepted, kept)
             _add_times(request.stats, session.times)
@@ -187,7 +192,12 @@ class LLM(Closing):
             raise RequestError(errors[0])
 
     def _push(
-        self, session: Session, slot: int, active: dict[int, _Request], tokens: Sequence[int]
+        self,
+        session: Session,
+        slot: int,
+        active: dict[int, _Request],
+        tokens: Sequence[int],
+        drafted: int = 0,
     ) -> Delta:
         """Take tokens into the answer; a finished request leaves its slot at once."""
         request = active[slot]
@@ -202,6 +212,7 @@ class LLM(Closing):
             tuple(tokens[: verdict.kept]),
             verdict.finish_reason,
             verdict.stop_reason,
+            drafted,
         )
 
     def _requests(

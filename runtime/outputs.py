@@ -22,6 +22,7 @@ class Stats:
         committed: Tokens those passes added to the output, after stops.
         drafted: Per draft position, the rounds that proposed a draft there.
         accepted: Per draft position, the rounds that accepted the draft there.
+        rounds_by_drafts: Entry k counts the rounds that proposed k drafts, k = 0..K.
         accepted_histogram: Entry a counts the rounds that accepted exactly a drafts, a = 0..K;
             rounds that proposed none are left out.
         ms_prefill: Milliseconds in the prefill graph.
@@ -34,6 +35,7 @@ class Stats:
     committed: int
     drafted: tuple[int, ...]
     accepted: tuple[int, ...]
+    rounds_by_drafts: tuple[int, ...]
     accepted_histogram: tuple[int, ...]
     ms_prefill: float
     ms_draft: float
@@ -52,6 +54,7 @@ class Stats:
             "tokens_per_pass": self.tokens_per_pass,
             "drafted": list(self.drafted),
             "accepted": list(self.accepted),
+            "rounds_by_drafts": list(self.rounds_by_drafts),
             "accepted_histogram": list(self.accepted_histogram),
             "ms": {
                 "prefill": self.ms_prefill,
@@ -71,6 +74,7 @@ class StatsCounter:
         self._drafted = [0] * num_speculative_tokens
         self._accepted = [0] * num_speculative_tokens
         self._histogram = [0] * (num_speculative_tokens + 1)
+        self._rounds = [0] * (num_speculative_tokens + 1)
         self._ms: dict[Phase, float] = dict.fromkeys(("prefill", "draft", "verify", "host"), 0.0)
 
     def count_round(self, drafted: int, accepted: int, committed: int) -> None:
@@ -85,6 +89,7 @@ class StatsCounter:
         assert 0 <= committed <= accepted + 1, (accepted, committed)
         self._passes += 1
         self._committed += committed
+        self._rounds[drafted] += 1
         for position in range(drafted):
             self._drafted[position] += 1
             self._accepted[position] += position < accepted
@@ -102,6 +107,7 @@ class StatsCounter:
             committed=self._committed,
             drafted=tuple(self._drafted),
             accepted=tuple(self._accepted),
+            rounds_by_drafts=tuple(self._rounds),
             accepted_histogram=tuple(self._histogram),
             ms_prefill=self._ms["prefill"],
             ms_draft=self._ms["draft"],
@@ -163,6 +169,7 @@ class Delta:
         token_ids: Tokens kept in this round, verified ones only.
         finish_reason: Why the answer ended; None while it goes on.
         stop_reason: What matched, see ``StopReason``.
+        drafted: Drafts that the round proposed; 0 for the prompt's own token.
     """
 
     request_id: str
@@ -171,3 +178,4 @@ class Delta:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
     stop_reason: StopReason
+    drafted: int = 0

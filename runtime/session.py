@@ -14,9 +14,25 @@ import numpy as np
 from qwen_mtp.errors import RequestError
 from qwen_mtp.runtime.blocks import BlockPool
 from qwen_mtp.runtime.closing import Closing
+from qwen_mtp.runtime.costs import bucket
 from qwen_mtp.runtime.engines import close_engine, open_engine
-from qwen_mtp.runtime.feeds import LiveSequence, feed_draft, feed_prefill, feed_verify
-from qwen_mtp.runtime.limits import banned_ids, check_drafts, check_request, check_room
+from qwen_mtp.runtime.feeds import (
+    LiveSequence,
+    WaitingRows,
+    feed_draft,
+    feed_prefill,
+    feed_verify,
+    put_back,
+    take_waiting,
+)
+from qwen_mtp.runtime.limits import (
+    banned_ids,
+    check_drafts,
+    check_request,
+    check_room,
+    chosen_lookahead,
+)
+from qwen_mtp.runtime.lookahead import AdaptiveLookahead, Choice, FixedLookahead, Lookahead, Need
 from qwen_mtp.runtime.package import Package
 from qwen_mtp.runtime.runner import GraphRunner
 from qwen_mtp.runtime.sampling import ResolvedSampling
@@ -60,6 +76,7 @@ class Session(Closing):
         *,
         threads: int | None = None,
         num_speculative_tokens: int | None = None,
+        adaptive: bool = False,
         keep_logits: bool = False,
         device: int | None = None,
         engine: GraphRunner | None = None,
@@ -72,6 +89,7 @@ class Session(Closing):
                 cores.
             num_speculative_tokens: Drafts a round, 0 = plain decoding; None takes the largest
                 the package was exported for.
+            adaptive: At most so many: as many as pay, chosen each round.
             keep_logits: Keep the logits of each pass readable in ``engine``.
             device: Ascend: which NPU, as ``npu-smi info`` counts; None takes the first.
             engine: What runs the graphs of this package and holds no sequences of another
@@ -83,24 +101,17 @@ class Session(Closing):
             PackageError: The model cannot be loaded, or is not compiled yet.
             RequestError: A number is out of range.
         """
-        most = package.max_lookahead
-        k = most if num_speculative_tokens is None else num_speculative_tokens
-        if not 0 <= k <= most:
-            remedy = (
-                f"the package allows 0..{most}; export again with a larger -k"
-                if most
-                else "the package has no MTP head; export it without --no-mtp"
-            )
-            raise RequestError(f"num_speculative_tokens is {k}, {remedy}")
         geometry = package.manifest.geometry
+        k = chosen_lookahead(geometry, num_speculative_tokens)
         self.package, self.lookahead = package, k
         self.engine: GraphRunner = engine or open_engine(
             package, threads=threads, device=device, keep_logits=keep_logits
         )
         self._owns_engine = engine is None
         self.times = StepTimes()
-        bucket = min((b for b in geometry.lookaheads if b >= k), default=0)
-        self._draft_graph = f"mtp_draft_k{bucket}" if k else None
+        self.policy: Lookahead = (
+            AdaptiveLookahead(package, k) if adaptive and k else FixedLookahead(geometry, k)
+        )
         self._slots: dict[int, LiveSequence] = {}
         self._pool = BlockPool(geometry.num_blocks)
         self._table = np.zeros((geometry.max_num_seqs, geometry.table_width), np.int32)
@@ -140,6 +151,7 @@ class Session(Closing):
             raise RequestError("no free slot: release one, or export with a larger --max-num-seqs")
         slot = self.free_slots[0]
         self._slots[slot] = LiveSequence(sampling, banned_ids(self.package.manifest, sampling))
+        self.policy.admit(slot)
         self.engine.clear_slot(slot)
         try:
             token = self._run_chunks(slot, list(prompt))
@@ -154,7 +166,8 @@ class Session(Closing):
 
         Args:
             drafts: By slot, proposals that replace those of the MTP head (which runs all the
-                same); at most K each, -1 for none. The output law does not depend on them.
+                same); at most K each, -1 for none. They also decide how many the slot has. The
+                output law does not depend on them.
 
         Returns:
             By slot, what was committed, or the error that released the slot.
@@ -163,19 +176,33 @@ class Session(Closing):
             RequestError: A slot has reached the end of its context, or a given draft is not one
                 that the package could verify; nothing was run.
         """
-        begin = perf_counter()
+        begin, given = perf_counter(), drafts or {}
         check_room(self.package.manifest, self._slots)
-        check_drafts(self.package.manifest, drafts or {}, self._slots, self.lookahead)
-        draft_ms, proposals = self._propose(drafts or {})
+        check_drafts(self.package.manifest, given, self._slots, self.lookahead)
+        for sequence in self._slots.values():
+            self._reserve(sequence)
+        choice = self.plan(given)
+        draft_ms, proposals = self._propose(choice, given)
         rows = max((len(p) for p in proposals.values()), default=0) + 1
-        bucket = min(r for r in self.package.manifest.geometry.row_buckets if r >= rows)
-        graph = f"target_verify_r{bucket}"
+        graph = f"target_verify_r{bucket(self.package.manifest.geometry.row_buckets, rows)}"
+        waiting = self._set_aside(graph, choice)
         feed_verify(self.engine, graph, self._slots, proposals)
         verify_ms = self._run(graph)
-        results = self._commit(graph, proposals)
+        results = self._commit(graph, proposals, waiting)
         whole = (perf_counter() - begin) * 1e3
         self.times = StepTimes(0.0, draft_ms, verify_ms, whole - draft_ms - verify_ms)
         return results
+
+    def plan(self, drafts: Proposals | None = None) -> Choice:
+        """What the next :meth:`step` with these drafts will propose; nothing is run."""
+        limit, given = self.package.manifest.geometry.max_model_len, drafts or {}
+        needs = {}
+        for slot, sequence in self._slots.items():
+            room = sequence.draft_limit(self.lookahead, limit)
+            due = room > 0 and sequence.rows >= self.package.manifest.geometry.max_rows
+            own = len(given[slot]) if slot in given else None
+            needs[slot] = Need(room, due, not sequence.sampling.greedy, own)
+        return self.policy.choose(needs)
 
     def release(self, slot: int) -> None:
         """Free a slot and its blocks; a slot that is free already is left alone."""
@@ -187,20 +214,29 @@ class Session(Closing):
         """Positions of a slot that are computed and accepted; one committed token follows."""
         return self._slots[slot].computed
 
-    def _propose(self, given: Proposals) -> tuple[float, Proposals]:
+    def _propose(self, choice: Choice, given: Proposals) -> tuple[float, Proposals]:
         """Drafts of each slot, and the milliseconds the draft graph took."""
-        limit = self.package.manifest.geometry.max_model_len
-        room = {b: s.draft_limit(self.lookahead, limit) for b, s in self._slots.items()}
-        for sequence in self._slots.values():
-            self._reserve(sequence)
-        if self._draft_graph is None or not any(room.values()):
+        if not choice.lookahead:
             return 0.0, {}
-        feed_draft(self.engine, self._draft_graph, self._slots)
-        took = self._run(self._draft_graph)
-        ids = self.engine.buffer(self._draft_graph, "draft_ids")
-        return took, {b: list(given.get(b, ids[b].tolist()))[:k] for b, k in room.items()}
+        graph = f"mtp_draft_k{choice.lookahead}"
+        feed_draft(self.engine, graph, {slot: self._slots[slot] for slot in choice.drafts})
+        took = self._run(graph)
+        ids = self.engine.buffer(graph, "draft_ids")
+        drafts = choice.drafts.items()
+        return took, {b: list(given.get(b, ids[b].tolist()))[:k] for b, k in drafts}
 
-    def _commit(self, graph: str, proposals: Proposals) -> dict[int, StepResult]:
+    def _set_aside(self, graph: str, choice: Choice) -> dict[int, WaitingRows]:
+        """Save what the drafter has not taken in where the verify graph will write."""
+        limit = self.package.manifest.geometry.max_model_len
+        return {
+            slot: take_waiting(self.engine, graph, slot, sequence)
+            for slot, sequence in self._slots.items()
+            if slot not in choice.drafts and sequence.draft_limit(self.lookahead, limit)
+        }
+
+    def _commit(
+        self, graph: str, proposals: Proposals, waiting: Mapping[int, WaitingRows]
+    ) -> dict[int, StepResult]:
         tokens = self.engine.buffer(graph, "tokens").tolist()
         counts = self.engine.buffer(graph, "num_accepted_drafts").tolist()
         results = {}
@@ -211,11 +247,12 @@ class Session(Closing):
                 results[slot] = StepResult((), drafted, 0, self._nan_line(slot))
                 self.release(slot)
                 continue
-            sequence.rows_start = sequence.computed
-            sequence.rows = sequence.pending = accepted + 1
+            sequence.pending = accepted + 1
+            put_back(self.engine, graph, slot, sequence, waiting.get(slot))
             sequence.computed += accepted + 1
             sequence.emitted += accepted + 1
             sequence.last = emitted[-1]
+            self.policy.observe(slot, drafted, accepted)
             results[slot] = StepResult(tuple(emitted), drafted, accepted)
         return results
 
@@ -224,7 +261,7 @@ class Session(Closing):
         sequence, engine = self._slots[slot], self.engine
         while sequence.computed < len(prompt):
             start = sequence.computed
-            rows = feed_prefill(engine, sequence, prompt, start, self._draft_graph is not None)
+            rows = feed_prefill(engine, sequence, prompt, start, self.lookahead > 0)
             sequence.computed += rows
             self._reserve(sequence)
             self._table[slot, : len(sequence.blocks)] = sequence.blocks
@@ -235,10 +272,10 @@ class Session(Closing):
             raise RequestError(self._nan_line(slot))
         sequence.last, sequence.emitted = token, 1
         sequence.rows, sequence.rows_start = 1, sequence.computed - 1
-        if self._draft_graph is not None:
-            engine.buffer(self._draft_graph, "tokens")[slot, 0] = token
-            hidden = engine.buffer("prefill", "hidden")[0]
-            engine.buffer(self._draft_graph, "hidden")[slot, 0] = hidden
+        if self.lookahead:
+            draft = f"mtp_draft_k{self.package.max_lookahead}"
+            engine.buffer(draft, "tokens")[slot, 0] = token
+            engine.buffer(draft, "hidden")[slot, 0] = engine.buffer("prefill", "hidden")[0]
         return token
 
     def _run(self, graph: str) -> float:
@@ -249,7 +286,9 @@ class Session(Closing):
         furthest = max((self._reach(s) for s in self._slots.values()), default=1)
         width = self.engine.table_width(furthest)
         self.engine.run(graph, self._table[:, :width])
-        return (perf_counter() - start) * 1e3
+        took = (perf_counter() - start) * 1e3
+        self.policy.measure(self.package.graph(graph), took)
+        return took
 
     def _reach(self, sequence: LiveSequence) -> int:
         """Positions a round may touch."""

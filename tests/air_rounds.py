@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from qwen_mtp.custom_ops.pool import by_head
 from qwen_mtp.interpreted import InterpretedEngine
+from qwen_mtp.runtime.costs import bucket
 from qwen_mtp.runtime.package import Package
 from qwen_mtp.runtime.session import Session
 from tests.committed import places, recurrent, rows, stash
@@ -244,14 +245,18 @@ def follow(running: Session, slot: int, tokens: Sequence[int]) -> None:
     sequence.computed = sequence.rows_start + count
     sequence.pending = count if sequence.pending else 0
     sequence.rows, sequence.last = count, tokens[-1]
-    if running._draft_graph is not None:
-        running.engine.buffer(running._draft_graph, "tokens")[slot, :count] = tokens
+    if running.lookahead:
+        running.engine.buffer(_draft_graph(running), "tokens")[slot, :count] = tokens
 
 
 def draft_logits(running: Session, j: int) -> Any:
     """``[B, V]`` of draft j of the last round."""
-    assert running._draft_graph is not None
-    return running.engine.buffer(running._draft_graph, f"draft_logits.{j}")
+    return running.engine.buffer(_draft_graph(running), f"draft_logits.{j}")
+
+
+def _draft_graph(running: Session) -> str:
+    lookaheads = running.package.manifest.geometry.lookaheads
+    return f"mtp_draft_k{bucket(lookaheads, running.lookahead)}"
 
 
 def slot_states(running: Session, slot: int) -> States:

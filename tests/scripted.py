@@ -1,6 +1,6 @@
 """Runs sessions over prompts with drafts that force a chosen number of accepted tokens."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain, cycle, pairwise
@@ -9,7 +9,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from qwen_mtp.graphs.spec import GraphSpec
+from qwen_mtp.runtime.costs import bucket
 from qwen_mtp.runtime.engine import Engine
+from qwen_mtp.runtime.lookahead import Choice, Need
 from qwen_mtp.runtime.package import Package
 from qwen_mtp.runtime.sampling import ResolvedSampling, SamplingParams
 from qwen_mtp.runtime.session import Session, StepResult
@@ -96,6 +99,46 @@ class Scripted:
         if want.accept < want.length:
             drafts[want.accept] = (drafts[want.accept] + 1) % self._vocabulary
         return drafts
+
+
+class Forced:
+    """Takes the place of a session's choice: drafts by a script for each sequence in turn."""
+
+    def __init__(self, running: Session, scripts: Iterable[Iterator[int]]) -> None:
+        """Choose for ``running`` from now on; a new sequence takes the next of ``scripts``."""
+        self._lookaheads = running.package.manifest.geometry.lookaheads
+        self._scripts, self._live = iter(scripts), dict[int, Iterator[int]]()
+        self._next: dict[int, int] = {}
+        running.policy = self
+
+    def admit(self, slot: int) -> None:
+        self._live[slot] = next(self._scripts)
+        self._next[slot] = next(self._live[slot])
+
+    def choose(self, needs: Mapping[int, Need]) -> Choice:
+        """What the script says; where that is nothing, rows wait as long as they fit."""
+        wanted = {slot: min(self._next[slot], need.room) for slot, need in needs.items()}
+        drafts = {slot: k for slot, k in wanted.items() if k or needs[slot].due}
+        return Choice(drafts, bucket(self._lookaheads, max(drafts.values())) if drafts else 0)
+
+    def observe(self, slot: int, drafted: int, accepted: int) -> None:
+        self._next[slot] = next(self._live[slot])
+
+    def measure(self, spec: GraphSpec, ms: float) -> None:
+        """Costs do not count."""
+
+
+def following(running: Session, truth: Track, accepts: Iterator[int]) -> Track:
+    """The request of ``truth``: as many drafts as the session wants, right up to a chosen one."""
+    track = Track(truth.prompt, nothing)
+
+    def script() -> Iterator[Want]:
+        for accept in accepts:
+            length = running.plan().drafts.get(track.slot, 0)
+            yield Want(min(accept, length), length)
+
+    track.drafter = Scripted(truth.tokens, script(), running.package.manifest.config.vocab_size)
+    return track
 
 
 def every_pair(k: int) -> list[int]:

@@ -276,8 +276,17 @@ def test_verify_passes_a_whole_package_and_fails_a_damaged_one(tmp_path: Path) -
 
 
 def test_run_prints_the_text_of_a_text_and_of_ids_alike() -> None:
-    options = ("--max-tokens", "12", "--ignore-eos", "--temperature", "0", "--threads", "1")
-    with LLM(verified_package(), threads=1) as llm:
+    options = (
+        "--max-tokens",
+        "12",
+        "--ignore-eos",
+        "--temperature",
+        "0",
+        "--threads",
+        "1",
+        "--no-adaptive",
+    )
+    with LLM(verified_package(), threads=1, adaptive=False) as llm:
         params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0)
         output = llm.generate("Once upon a time", params)[0]
     text = qwen_mtp("run", verified_package(), "--prompt", "Once upon a time", *options)
@@ -287,16 +296,17 @@ def test_run_prints_the_text_of_a_text_and_of_ids_alike() -> None:
     assert text.stderr == same.stderr
     passes, per_pass = output.stats.target_passes, output.stats.tokens_per_pass
     (line,) = text.stderr.splitlines()
-    assert line.startswith(f"length: 12 tokens, {per_pass:.2f} a target pass ({passes} passes)")
+    assert line.startswith(f"length: 12 tokens, {per_pass:.2f} a target pass ({passes} passes")
     quiet = qwen_mtp("run", verified_package(), "--prompt", "Once upon a time", *options, "-q")
     assert (quiet.stdout, quiet.stderr) == (text.stdout, "")
 
 
 def test_a_stream_is_summed_up_in_a_line() -> None:
-    assert counts_line([1]) == "1 token"
-    assert counts_line([1, 1, 1]) == "3 tokens, 1.00 a target pass (2 passes)"
-    assert counts_line([1, 4, 2, 1]) == (
-        "8 tokens, 2.33 a target pass (3 passes); drafts kept by position: 2, 1, 1"
+    assert counts_line([1], [0]) == "1 token"
+    assert counts_line([1, 1, 1], [0, 1, 3]) == "3 tokens, 1.00 a target pass (2 passes)"
+    assert counts_line([1, 4, 2, 1], [0, 3, 3, 0]) == (
+        "8 tokens, 2.33 a target pass (3 passes, 1 without drafts); "
+        "drafts kept by position: 2, 1, 1"
     )
 
 
@@ -319,7 +329,8 @@ def test_the_json_of_run_has_exactly_its_keys() -> None:
         "prompt_token_ids", "token_ids", "text", "finish_reason", "stop_reason", "seed", "stats",
     ]  # fmt: skip
     assert list(shown["stats"]) == [
-        "target_passes", "tokens_per_pass", "drafted", "accepted", "accepted_histogram", "ms",
+        "target_passes", "tokens_per_pass", "drafted", "accepted", "rounds_by_drafts",
+        "accepted_histogram", "ms",
     ]  # fmt: skip
     assert list(shown["stats"]["ms"]) == ["prefill", "draft", "verify", "host"]
     assert (shown["finish_reason"], shown["seed"], len(shown["token_ids"])) == ("length", 4, 9)

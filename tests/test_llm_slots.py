@@ -82,6 +82,19 @@ def test_without_speculation_greedy_answers_are_the_same(llm: LLM) -> None:
     assert (stats.target_passes, stats.drafted, stats.tokens_per_pass) == (23, (), 1.0)
 
 
+def test_an_adaptive_answer_is_the_fixed_one_and_tells_its_rounds(llm: LLM) -> None:
+    fixed = LLM(two_slots(), threads=1, adaptive=False)
+    several = [greedy(max_tokens=n) for n in (40, 30, 24, 12, 3)]
+    adaptive, expected = (runs.generate(PROMPTS, several) for runs in (llm, fixed))
+    assert [o.outputs for o in adaptive] == [o.outputs for o in expected]
+    for output in adaptive:
+        rounds = output.stats.rounds_by_drafts
+        assert sum(rounds) == output.stats.target_passes
+        assert sum(k * n for k, n in enumerate(rounds)) == sum(output.stats.drafted)
+    # of a random model, hardly a draft is accepted
+    assert adaptive[0].stats.rounds_by_drafts[0] > expected[0].stats.rounds_by_drafts[0]
+
+
 def test_stats_count_what_the_rounds_did(
     llm: LLM, truth: tuple[int, ...], accepted: list[int]
 ) -> None:
@@ -89,6 +102,7 @@ def test_stats_count_what_the_rounds_did(
     assert stats.target_passes == 2
     assert stats.committed == 2 * (K + 1)
     assert stats.drafted == stats.accepted == (2, 2, 2)
+    assert stats.rounds_by_drafts == (0, 0, 0, 2)
     assert stats.accepted_histogram == (0, 0, 0, 2)
     assert min(stats.ms_prefill, stats.ms_draft, stats.ms_verify, stats.ms_host) > 0
 

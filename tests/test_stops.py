@@ -250,6 +250,7 @@ def test_stats_count_rounds_per_position_and_leave_draftless_rounds_out_of_the_h
         "tokens_per_pass": 9 / 5,
         "drafted": [4, 4, 3],
         "accepted": [3, 2, 1],
+        "rounds_by_drafts": [1, 0, 1, 3],
         "accepted_histogram": [1, 1, 1, 1],
         "ms": {"prefill": 0.0, "draft": 0.0, "verify": 3.5, "host": 0.25},
     }
@@ -262,4 +263,5 @@ def test_frozen_stats_do_not_change_and_plain_decoding_has_no_positions() -> Non
     assert before.target_passes == 0
     after = counter.freeze()
     assert (after.drafted, after.accepted, after.accepted_histogram) == ((), (), (0,))
+    assert (before.rounds_by_drafts, after.rounds_by_drafts) == ((0,), (1,))
     assert after.tokens_per_pass == 1.0
