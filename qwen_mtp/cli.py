@@ -1,4 +1,4 @@
-"""The commands: ``qwen-mtp-export`` and ``qwen-mtp`` with inspect, verify and run.
+"""The commands: ``qwen-mtp-export`` and ``qwen-mtp`` with inspect, verify, run and bench.
 
 Results go to stdout, progress to stderr. Exit codes: 0 done, 1 an error with one line that says
 what to do, 2 wrong usage, 3 a check of the package failed.
@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from qwen_mtp.bench_command import bench_command
 from qwen_mtp.console import end_on_signals, errors_as_lines, print_json, reporter
 from qwen_mtp.errors import MissingExtraError, PackageError, VerificationError
 from qwen_mtp.graphs.spec import AscendChoice
@@ -128,6 +129,7 @@ def main() -> None:
 
 
 main.add_command(export_command)
+main.add_command(bench_command)
 
 
 @main.command()
