@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import mkstemp
 from typing import IO, Any
 
 import click
@@ -139,26 +139,25 @@ def _whole_file(path: Path | None) -> Iterator[IO[str] | None]:
     if path.is_dir():
         raise RequestError(f"{path} is a directory; give the name of a file for --html")
     try:
-        file = NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
-        )
+        handle, name = mkstemp(dir=path.parent, prefix=f".{path.name}.", text=True)
     except OSError as error:
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
-    with file:
+    with open(handle, "w", encoding="utf-8") as file:
         try:
             yield file
         except VerificationError:  # the page says so itself
-            _place(file, path)
+            file.flush()
+            _place(name, path)
             raise
         except BaseException:
-            os.unlink(file.name)
+            os.unlink(name)
             raise
-        _place(file, path)
+        file.flush()
+        _place(name, path)
 
 
-def _place(file: Any, path: Path) -> None:
-    file.close()
+def _place(name: str, path: Path) -> None:
     mask = os.umask(0)
     os.umask(mask)
-    os.chmod(file.name, 0o666 & ~mask)  # temporary files are for their owner alone
-    os.replace(file.name, path)
+    os.chmod(name, 0o666 & ~mask)  # temporary files are for their owner alone
+    os.replace(name, path)

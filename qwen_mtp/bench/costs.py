@@ -153,6 +153,13 @@ class Decoding:
         return self.tokens / (self.passes * self.slots)
 
     @property
+    def expected(self) -> float | None:
+        """Tokens a round gives in the long run, where chance alone decides: 1 + A + ... + A^K."""
+        if self.forced is None or self.adaptive:
+            return None
+        return sum(self.forced**i for i in range(self.lookahead + 1))
+
+    @property
     def acceptance(self) -> tuple[float, ...]:
         """Per position, the share of the drafts there that were accepted."""
         pairs = zip(self.accepted, self.drafted, strict=True)

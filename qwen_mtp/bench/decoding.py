@@ -121,8 +121,9 @@ class TextCourse:
 class ForcedCourse:
     """Continues a prompt with scripted drafts, in one slot or in several that go in step.
 
-    Whether the draft at a place of the text is right is drawn once for the place, so that runs
-    with another probability, look-ahead or number of slots meet the same luck.
+    Whether the draft at a place of the text is right is drawn once for the place, so that kinds
+    with another probability, look-ahead or number of slots meet the same luck; the next run of a
+    kind meets another.
     """
 
     def __init__(
@@ -139,17 +140,11 @@ class ForcedCourse:
         self._session = Session(package, num_speculative_tokens=lookahead, engine=engine)
         self._prompt, self._slots = list(prompt), slots
         self._tally = Tally(lookahead, reference, forced=forced, slots=slots)
-        right = np.random.default_rng(_SEED).random(len(reference)) < (forced or 0.0)
-        vocabulary = package.manifest.config.vocab_size
-        self._script = [
-            token if hit else (token + 1) % vocabulary
-            for token, hit in zip(reference, right.tolist(), strict=True)
-        ]
 
     def run(self) -> None:
         """Generate as many tokens as the reference has, in every slot."""
         session, tally = self._session, self._tally
-        sampling = greedy(len(tally.reference)).resolve()
+        sampling, script = greedy(len(tally.reference)).resolve(), self._script()
         texts = {}
         for _ in range(self._slots):
             slot, token = session.prefill(self._prompt, sampling)
@@ -157,7 +152,7 @@ class ForcedCourse:
         times = np.zeros(3)
         live = dict(texts)
         while live:
-            results = session.step(self._drafts(live))
+            results = session.step(self._drafts(live, script))
             times += (session.times.draft, session.times.verify, session.times.host)
             self._take(results, live)
         made = sum(len(text) for text in texts.values()) - self._slots
@@ -169,9 +164,20 @@ class ForcedCourse:
         """Sum up."""
         return self._tally.result()
 
-    def _drafts(self, live: dict[int, list[int]]) -> dict[int, list[int]] | None:
+    def _script(self) -> list[int]:
+        """For every place of the text the token that a draft there will be."""
+        vocabulary = self._session.package.manifest.config.vocab_size
+        reference = self._tally.reference
+        draw = np.random.default_rng((_SEED, len(self._tally.speeds))).random(len(reference))
+        right = (draw < (self._tally.forced or 0.0)).tolist()
+        pairs = zip(reference, right, strict=True)
+        return [token if hit else (token + 1) % vocabulary for token, hit in pairs]
+
+    def _drafts(
+        self, live: dict[int, list[int]], script: list[int]
+    ) -> dict[int, list[int]] | None:
         k = self._session.lookahead
-        return {b: self._script[len(t) : len(t) + k] for b, t in live.items()} if k else None
+        return {b: script[len(t) : len(t) + k] for b, t in live.items()} if k else None
 
     def _take(self, results: dict[int, StepResult], live: dict[int, list[int]]) -> None:
         """Take the tokens of a round, and leave the slots that are done."""

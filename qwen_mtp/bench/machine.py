@@ -30,7 +30,7 @@ _INSTRUCTIONS = (
     "i8mm",
     "sve",
 )
-_LARGEST, _LEAST = 1 << 30, 1 << 26  # larger than any cache, and worth the threads
+LARGEST, LEAST = 1 << 30, 1 << 26  # bytes: beyond any cache, and worth the threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +78,8 @@ class ReadMeter:
 
     def __init__(self, threads: int) -> None:
         """Take 1 GiB, or a quarter of what is free where that is less."""
-        free = _kilobytes("/proc/meminfo").get("MemAvailable", 4 * _LARGEST)
-        count = max(_LEAST, min(_LARGEST, free // 4)) // 4
+        free = _kilobytes("/proc/meminfo").get("MemAvailable", 4 * LARGEST)
+        count = max(LEAST, min(LARGEST, free // 4)) // 4
         self._data = np.ones(count, np.float32)  # written, so that each page is there
         self._parts = np.array_split(self._data, threads)
         self._pool = ThreadPoolExecutor(threads)

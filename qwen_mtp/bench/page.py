@@ -206,8 +206,8 @@ def _prefill(report: BenchReport) -> str:
         title="Prefill",
         x="tokens of the prompt",
         y="tokens/s",
-        text=f"Prompts run in chunks of {report.model.prefill_chunk} rows; rows of the last one that "
-        "no token fills are padding.",
+        text=f"Prompts run in chunks of {report.model.prefill_chunk} rows; rows of the last one "
+        "that no token fills are padding.",
     )
     values = Series("tokens/s", tuple(c.tokens_per_s for c in costs))
     return columns(labels, [str(c.tokens) for c in costs], [values], lambda v: f"{v:.0f}")
@@ -226,7 +226,8 @@ def _memory(report: BenchReport) -> str:
         title="Memory",
         x="MB",
         y="",
-        text="Stored weights; this process before it loads, after every graph has run, and at most.",
+        text="Stored weights; this process before it loads, after every graph has run, and at "
+        "most.",
     )
     return stacked(labels, rows, series, lambda v: f"{v:.0f}")
 

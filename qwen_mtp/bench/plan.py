@@ -128,7 +128,7 @@ def plan_bench(package: Package, options: BenchOptions) -> BenchPlan:
     limit, chunk = manifest.geometry.max_model_len, manifest.geometry.prefill_chunk
     contexts = _contexts(manifest, options.contexts)
     tokens = min(TOKENS, limit // 2) if options.tokens is None else options.tokens
-    prompt, source = _prompt(package, options, min(contexts[0], limit - tokens))
+    prompt, source = _prompt(package, options, max(1, min(contexts[0], limit - tokens)))
     _check_room(manifest, prompt, tokens, source)
     return BenchPlan(
         prompt=prompt,
@@ -200,9 +200,8 @@ def _check_room(
     limit = manifest.geometry.max_model_len
     if len(prompt) + tokens > limit:
         raise RequestError(
-            f"{source} has {len(prompt)} tokens and {tokens} follow, the package has {limit} "
-            "positions; shorten it, give a smaller --tokens, or export with a larger "
-            "--max-model-len"
+            f"{source}: {len(prompt)} tokens and {tokens} that follow are more than max_model_len "
+            f"{limit}; shorten it, give fewer --tokens, or export with a larger --max-model-len"
         )
     try:
         check_request(manifest, prompt, SamplingParams(temperature=0).resolve())

@@ -127,9 +127,9 @@ def lines(
         x, y, value = points[-1]
         ends.append((y - 8, x, show(value)))
     below = math.inf
-    for y, x, value in sorted(ends, reverse=True):
+    for y, x, label in sorted(ends, reverse=True):
         below = min(y, below - 13)  # values that are close stand one above the other
-        parts.append(_text(x, below, value, "value"))
+        parts.append(_text(x, below, label, "value"))
     return _figure(labels, "".join(parts), [s.name for s in series])
 
 

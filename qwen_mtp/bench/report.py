@@ -213,18 +213,25 @@ class BenchReport:
 
     def speedup(self, run: Decoding) -> float:
         """Speed of a run over plain decoding of the same kind, side by side as many."""
+        return run.speed.median / self._plain(run).speed.median
+
+    def expected_speedup(self, run: Decoding) -> float | None:
+        """Speed-up at the tokens a round gives in the long run, without the luck of these runs."""
+        return run.expected and run.expected * self._plain(run).round_ms / run.round_ms
+
+    def _plain(self, run: Decoding) -> Decoding:
         groups = (self.text, self.forced, self.slots)
         kind = next(group for group in groups if any(run is other for other in group))
-        plain = next(r for r in kind if not r.lookahead and r.slots == run.slots)
-        return run.speed.median / plain.speed.median
+        return next(r for r in kind if not r.lookahead and r.slots == run.slots)
 
 
 def document(report: BenchReport) -> dict[str, Any]:
-    """The JSON of a report: fields and properties by name, and the speed-up of every run."""
+    """The JSON of a report: fields and properties by name, and the speed-ups of every run."""
     found: dict[str, Any] = _plain(report)
     for group in ("text", "forced", "slots"):
         for entry, run in zip(found[group], getattr(report, group), strict=True):
             entry["speedup"] = report.speedup(run)
+            entry["expected_speedup"] = report.expected_speedup(run)
     found["machine"]["versions"] = dict(report.machine.versions)
     return found
 

@@ -79,7 +79,7 @@ def _samples(report: BenchReport, name: str, ms: Samples) -> tuple[str, ...]:
 
 
 def _runs(report: BenchReport) -> str:
-    head = ("run", "tokens/s", "9 of 10 within", "speed-up", "tokens/pass", "round ms", "draft ms",
+    head = ("run", "tokens/s", "9 of 10 within", "speed-up", "in the long run", "tokens/pass", "round ms", "draft ms",
             "verify ms", "host", "accepted by position", "same text")  # fmt: skip
     rows: list[Sequence[str]] = []
     groups = (
@@ -96,11 +96,13 @@ def _runs(report: BenchReport) -> str:
 
 def _run(report: BenchReport, run: Decoding) -> tuple[str, ...]:
     name = run_name(run) if run.slots == 1 else f"{run.slots} slots, {run_name(run)}"
+    lasting = report.expected_speedup(run)
     return (
         name,
         f"{run.speed.median:.1f}",
         f"{run.speed.p90:.1f}",
         f"{report.speedup(run):.2f}",
+        "" if lasting is None else f"{lasting:.2f}",
         f"{run.tokens_per_pass:.2f}",
         f"{run.round_ms:.2f}",
         f"{run.draft_ms / run.passes:.2f}",
