@@ -87,7 +87,7 @@ def bench_command(
     if prompt_file is not None and prompt_ids is not None:
         raise click.UsageError("--prompt-file and --prompt-ids exclude each other")
     end_on_signals()
-    with errors_as_lines(), _whole_file(html) as page:
+    with errors_as_lines(), _whole_file(html, package) as page:
         from qwen_mtp.bench.measure import run_bench
         from qwen_mtp.bench.page import as_html
         from qwen_mtp.bench.plan import BenchOptions
@@ -127,17 +127,20 @@ def _read(path: Path) -> str:
 
 
 @contextmanager
-def _whole_file(path: Path | None) -> Iterator[IO[str] | None]:
+def _whole_file(path: Path | None, package: Path) -> Iterator[IO[str] | None]:
     """A file beside ``path`` that takes its place when all went well, and vanishes when not.
 
     Raises:
         OSError: No file can be written there; nothing else has happened yet.
+        RequestError: The same, because it is a directory or inside the package.
     """
     if path is None:
         yield None
         return
     if path.is_dir():
         raise RequestError(f"{path} is a directory; give the name of a file for --html")
+    if package.resolve() in path.resolve().parents:
+        raise RequestError(f"{path} lies in the package, which is whole; write --html beside it")
     try:
         handle, name = mkstemp(dir=path.parent, prefix=f".{path.name}.", text=True)
     except OSError as error:

@@ -248,6 +248,7 @@ def test_the_text_says_what_was_found() -> None:
         (("--context", "16,63"), ("context holds 63", "1..62")),
         (("--tokens", "64"), ("--tokens",)),
         (("--html", "{dir}"), ("is a directory",)),
+        (("--html", "{package}/page.html"), ("page.html lies in the package", "beside")),
         (("--html", "{dir}/none/page.html"), ("none/page.html: No such file",)),
         (("--html", "{dir}/page.html", "--tokens", "64"), ("--tokens",)),
     ],
@@ -259,8 +260,9 @@ def test_what_cannot_be_measured_is_one_line_and_leaves_nothing(
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     (tmp_path / "long.txt").write_text("word " * 100, encoding="utf-8")
     before = sorted(tmp_path.iterdir())
-    given = [option.format(dir=tmp_path) for option in options]
-    refused(qwen_mtp("bench", exported("-k", "1")[0], *given), 1, *fragments)
+    package, _ = exported("-k", "1")
+    given = [option.format(dir=tmp_path, package=package) for option in options]
+    refused(qwen_mtp("bench", package, *given), 1, *fragments)
     assert sorted(tmp_path.iterdir()) == before
 
 

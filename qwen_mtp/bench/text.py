@@ -56,7 +56,7 @@ def _head(report: BenchReport) -> list[str]:
         f"{' '.join(machine.instructions) or 'no known instruction sets'}",
         f"versions   {versions}",
         f"runs       {settings.tokens} tokens after {settings.prompt_tokens} of "
-        f"{settings.prompt}; {settings.repeat} runs each, {settings.rounds} rounds of passes",
+        f"{settings.prompt}; {settings.repeat} of each kind, {settings.rounds} rounds of passes",
     ]
 
 
