@@ -6,6 +6,7 @@ with those of plain decoding.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from time import perf_counter
@@ -14,6 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from qwen_mtp.bench.costs import Decoding, Samples
+from qwen_mtp.errors import MissingExtraError, PackageError
 from qwen_mtp.runtime.llm import LLM
 from qwen_mtp.runtime.runner import GraphRunner
 from qwen_mtp.runtime.sampling import SamplingParams
@@ -193,8 +195,11 @@ class ForcedCourse:
 
 
 def open_llm(engine: GraphRunner, lookahead: int) -> LLM:
-    """An ``LLM`` on an engine that is loaded already."""
-    return LLM(engine.package.directory, num_speculative_tokens=lookahead, engine=engine)
+    """An ``LLM`` on an engine that is loaded already, with its tokenizer where it has one."""
+    llm = LLM(engine.package.directory, num_speculative_tokens=lookahead, engine=engine)
+    with suppress(MissingExtraError, PackageError):  # it is read once, and not by the first run
+        llm.text  # noqa: B018
+    return llm
 
 
 def greedy(tokens: int) -> SamplingParams:

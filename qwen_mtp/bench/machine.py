@@ -15,6 +15,7 @@ import numpy as np
 from qwen_mtp.bench.costs import Samples
 from qwen_mtp.bench.report import Bandwidth, Machine
 from qwen_mtp.checks_report import this_machine
+from qwen_mtp.runtime.native import NativeKernels
 
 # What decides which kernels of ONNX Runtime run, in the names of /proc/cpuinfo.
 _INSTRUCTIONS = (
@@ -48,14 +49,15 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def this_machine_and(threads: int) -> Machine:
-    """Describe the machine for a measurement with so many threads."""
+def describe_machine(threads: int, kernels: NativeKernels) -> Machine:
+    """Describe the machine for a measurement with so many threads on these kernels."""
     names = ("qwen-mtp", "onnxruntime", "numpy")
     return Machine(
         cpu=this_machine(),
         instructions=_instructions(),
         cores=usable_cores(),
         threads=threads,
+        kernels=f"ONNX Runtime's ({kernels.reason})" if kernels.library is None else "native",
         memory_bytes=_kilobytes("/proc/meminfo").get("MemTotal", 0),
         versions=(*((name, version(name)) for name in names), ("python", python_version())),
     )

@@ -11,10 +11,10 @@ import numpy as np
 
 from qwen_mtp.bench.costs import Decoding, Prefill, PrefillCost
 from qwen_mtp.bench.decoding import Course, ForcedCourse, TextCourse, greedy, open_llm
-from qwen_mtp.bench.machine import ReadMeter, Usage, this_machine_and, usable_cores, usage
+from qwen_mtp.bench.machine import ReadMeter, Usage, describe_machine, usable_cores, usage
 from qwen_mtp.bench.passes import PassTimer, interleaved
 from qwen_mtp.bench.plan import BenchOptions, BenchPlan, plan_bench
-from qwen_mtp.bench.report import BenchReport, Memory, Model, Settings
+from qwen_mtp.bench.report import BenchReport, Machine, Memory, Model, Settings
 from qwen_mtp.bench.traffic import mtp_share, plain_traffic
 from qwen_mtp.graphs.weights import file_bytes
 from qwen_mtp.progress import Progress, Silent
@@ -56,7 +56,8 @@ def run_bench(
     engine, first = _load(directory, threads)
     memory, reference = _occupy(engine, plan, before, first, progress)
     with _metered(threads) as meter:
-        found = _Measurement(engine, plan, reference, meter, progress).report(threads, memory)
+        machine = describe_machine(threads, engine.kernels)
+        found = _Measurement(engine, plan, reference, meter, progress).report(machine, memory)
     del engine
     gc.collect()  # a second load beside the first would not be the load of a server
     progress.phase("bench load again")
@@ -120,7 +121,7 @@ class _Measurement:
         self._meter, self._progress = meter, progress
         self._manifest = engine.package.manifest
 
-    def report(self, threads: int, memory: Memory) -> BenchReport:
+    def report(self, machine: Machine, memory: Memory) -> BenchReport:
         """Measure everything."""
         plan, progress, meter = self._plan, self._progress, self._meter
         timer = PassTimer(self._engine)
@@ -134,7 +135,7 @@ class _Measurement:
         text, forced = self._decoding()
         slots = self._slots()
         return BenchReport(
-            machine=this_machine_and(threads),
+            machine=machine,
             model=_model(self._engine.package),
             settings=self._settings(),
             memory=memory,

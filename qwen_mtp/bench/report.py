@@ -15,6 +15,7 @@ class Machine:
         instructions: Instruction sets that decide how fast products are.
         cores: Cores this process may use.
         threads: Threads inside an operator.
+        kernels: ``native``, or ONNX Runtime's own and why.
         memory_bytes: Memory of the machine.
         versions: Names and versions of what computed.
     """
@@ -23,6 +24,7 @@ class Machine:
     instructions: tuple[str, ...]
     cores: int
     threads: int
+    kernels: str
     memory_bytes: int
     versions: tuple[tuple[str, str], ...]
 

@@ -23,6 +23,7 @@ def environment(report: BenchReport) -> str:
         ("processor", machine.cpu),
         ("instruction sets", ", ".join(machine.instructions) or "none of those looked for"),
         ("threads", f"{machine.threads} on {machine.cores} usable cores"),
+        ("kernels", machine.kernels),
         ("memory", byte_text(machine.memory_bytes)),
         ("versions", ", ".join(f"{name} {number}" for name, number in machine.versions)),
         ("package", f"{model.package}, {byte_text(model.package_bytes)}"),

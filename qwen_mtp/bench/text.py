@@ -54,7 +54,7 @@ def _head(report: BenchReport) -> list[str]:
         f"layers, vocabulary {model.vocab_size}; K {drafts}, {slots} x {model.max_model_len}",
         f"machine    {machine.cpu}, {machine.threads} threads on {machine.cores} cores, "
         f"{' '.join(machine.instructions) or 'no known instruction sets'}",
-        f"versions   {versions}",
+        f"versions   {versions}; kernels: {machine.kernels}",
         f"runs       {settings.tokens} tokens after {settings.prompt_tokens} of "
         f"{settings.prompt}; {settings.repeat} of each kind, {settings.rounds} rounds of passes",
     ]
