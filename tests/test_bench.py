@@ -80,7 +80,9 @@ def test_scripted_drafts_are_accepted_as_often_as_the_script_says() -> None:
         assert lasting == pytest.approx((k + 1) * plain.round_ms / always.round_ms)
 
 
-def test_a_corrupted_reference_fails_the_comparison_at_its_place() -> None:
+def test_a_corrupted_reference_fails_the_comparison_at_its_place(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     engine = Engine(Package.open(two_slots()), threads=1)
     prompt = list(range(5, 21))
     with open_llm(engine, 0) as llm:
@@ -96,7 +98,10 @@ def test_a_corrupted_reference_fails_the_comparison_at_its_place() -> None:
     broken = replace(report(), text=(report().text[0], courses[0].result()))
     assert not broken.equal
     assert "FAIL: K=3 differs from plain decoding at token 7" in verdict(broken)
-    assert ">FAIL<" in as_html(broken)
+    monkeypatch.setattr("qwen_mtp.bench.measure.run_bench", lambda *_: broken)
+    result = qwen_mtp("bench", two_slots(), "--html", tmp_path / "page.html")
+    refused(result, 3, "K=3 differs from plain decoding at token 7", "qwen-mtp verify")
+    assert ">FAIL<" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
 def test_the_limit_is_bytes_over_bandwidth() -> None:

@@ -198,7 +198,7 @@ def open_llm(engine: GraphRunner, lookahead: int) -> LLM:
     """An ``LLM`` on an engine that is loaded already, with its tokenizer where it has one."""
     llm = LLM(engine.package.directory, num_speculative_tokens=lookahead, engine=engine)
     with suppress(MissingExtraError, PackageError):  # it is read once, and not by the first run
-        llm.text  # noqa: B018
+        _ = llm.text
     return llm
 
 
