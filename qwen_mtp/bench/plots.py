@@ -110,7 +110,7 @@ def lines(
     most = max(v for s in series for v in s.values if v == v)
     scale = _Scale.upto(max(most, baseline or 0.0) * 1.08)
     low, high = min(places), max(places)
-    inner = WIDTH - _LEFT - _RIGHT - 36
+    inner = WIDTH - _LEFT - _RIGHT - 56  # the last values stand to the right
     xs = [_LEFT + 18 + inner * ((p - low) / (high - low) if high > low else 0.5) for p in places]
     parts = [scale.grid(), _axis_names(labels)]
     parts += [_text(x, HEIGHT - _BOTTOM + 16, show_x(p)) for x, p in _apart(xs, places)]
@@ -125,11 +125,11 @@ def lines(
             tip = f"<title>{escape(one.name)}: {escape(show(value))}</title>"
             parts.append(f'<circle class="s{j}" cx="{x:.1f}" cy="{y:.1f}" r="3.5">{tip}</circle>')
         x, y, value = points[-1]
-        ends.append((y - 8, x, show(value)))
+        ends.append((y + 4, x + 7, show(value)))
     below = math.inf
     for y, x, label in sorted(ends, reverse=True):
         below = min(y, below - 13)  # values that are close stand one above the other
-        parts.append(_text(x, below, label, "value"))
+        parts.append(_text(x, below, label, "start"))
     return _figure(labels, "".join(parts), [s.name for s in series])
 
 

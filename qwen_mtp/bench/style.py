@@ -45,8 +45,8 @@ rect{stroke:none!important}
 i.s0{background:var(--c0)}i.s1{background:var(--c1)}i.s2{background:var(--c2)}
 i.s3{background:var(--c3)}i.s4{background:var(--c4)}i.s5{background:var(--c5)}
 .wide{overflow-x:auto;background:var(--card);border:1px solid var(--line);border-radius:10px}
-table{border-collapse:collapse;width:100%;font-size:13.5px}
-th,td{padding:5px 14px;text-align:right;border-top:1px solid var(--line);
+table{border-collapse:collapse;width:100%;font-size:13px}
+th,td{padding:5px 11px;text-align:right;border-top:1px solid var(--line);
 font-variant-numeric:tabular-nums;white-space:nowrap}
 thead th{border-top:0;color:var(--soft);font-weight:600}
 th:first-child,td:first-child,td.text{text-align:left}
