@@ -40,7 +40,8 @@ class PassTimer:
     def _fill_blocks(self, state: StateSpec, blocks: Sequence[int]) -> None:
         """Write the same random block over each of the ``blocks``, whatever the pool's layout."""
         data, count = self._engine.state(state.name), self._geometry.num_blocks
-        axis = next(i for i, n in enumerate(data.shape) if n % count == 0)
+        flat = count * self._geometry.block_size
+        axis = data.shape.index(flat if flat in data.shape else count)
         size = data.shape[axis] // count
         view = np.moveaxis(data, axis, 0)
         noise = np.random.default_rng(0).standard_normal((size, *view.shape[1:]))
