@@ -49,7 +49,7 @@ class NumberList(click.ParamType[tuple[Any, ...]]):
     "--forced-acceptance",
     "acceptances",
     type=NumberList(click.FloatRange(0, 1), "A"),
-    default="0,0.4,0.6,0.8,1",
+    default="0,0.6,0.8,1",
     show_default=True,
     help="Scripted drafts: each is right with this probability.",
 )
@@ -62,7 +62,7 @@ class NumberList(click.ParamType[tuple[Any, ...]]):
 )
 @threads_option
 @click.option(
-    "--tokens", type=click.IntRange(2), help="Tokens a run generates  [default: 64 or what fits]"
+    "--tokens", type=click.IntRange(2), help="Tokens a run generates  [default: 48 or what fits]"
 )
 @click.option(
     "--repeat",

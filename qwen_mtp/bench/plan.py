@@ -12,9 +12,9 @@ from qwen_mtp.runtime.package import Package
 from qwen_mtp.runtime.sampling import SamplingParams
 from qwen_mtp.runtime.text import Text
 
-ACCEPTANCES = (0.0, 0.4, 0.6, 0.8, 1.0)
+ACCEPTANCES = (0.0, 0.6, 0.8, 1.0)
 CONTEXT = 256
-TOKENS = 64
+TOKENS = 48
 # Continued when no prompt is given; repeated or cut to the length of the context.
 TEXT = '''"""Reads records from a text file, one a line, and sums them up by name."""
 
@@ -65,7 +65,7 @@ class BenchOptions:
         contexts: Lengths to measure passes at, the first for everything else; None takes 256 and
             longer ones.
         threads: Threads inside an operator; None takes the number of usable cores.
-        tokens: Tokens a run generates; None takes 64, or what fits.
+        tokens: Tokens a run generates; None takes 48, or what fits.
         repeat: Runs of each kind.
     """
 
