@@ -1,22 +1,19 @@
-"""The commands: ``qwen-mtp-export`` and ``qwen-mtp`` with inspect, verify and run.
+"""The commands: ``qwen-mtp-export`` and ``qwen-mtp`` with inspect, verify, run and bench.
 
 Results go to stdout, progress to stderr. Exit codes: 0 done, 1 an error with one line that says
 what to do, 2 wrong usage, 3 a check of the package failed.
 """
 
-import errno
 import os
-import signal
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
-import msgspec
 
-from qwen_mtp.errors import MissingExtraError, PackageError, QwenMtpError, VerificationError
+from qwen_mtp.bench_command import bench_command
+from qwen_mtp.console import end_on_signals, errors_as_lines, print_json, reporter
+from qwen_mtp.errors import MissingExtraError, PackageError, VerificationError
 from qwen_mtp.graphs.spec import AscendChoice
 from qwen_mtp.options import (
     DEFAULT_LOOKAHEADS,
@@ -31,47 +28,6 @@ from qwen_mtp.options import (
     sampling_options,
     threads_option,
 )
-from qwen_mtp.progress import Lines, Progress, Silent
-
-EXIT_ERROR, EXIT_VERIFICATION = 1, 3
-
-
-@contextmanager
-def errors_as_lines() -> Iterator[None]:
-    """Turn errors that have a remedy into one line and an exit code; others stay tracebacks."""
-    try:
-        yield
-    except VerificationError as error:
-        _fail(str(error), EXIT_VERIFICATION, error)
-    except QwenMtpError as error:
-        _fail(str(error), EXIT_ERROR, error)
-    except OSError as error:
-        if error.errno == errno.EPIPE:  # click ends quietly when the reader is gone
-            raise
-        where = f"{os.fsdecode(error.filename)}: " if error.filename else ""
-        line = f"{where}{error.strerror or error}; check the path and its permissions"
-        _fail(line, EXIT_ERROR, error)
-    except MemoryError as error:
-        line = "out of memory; export with a smaller --max-model-len, --max-num-seqs or --format"
-        _fail(line, EXIT_ERROR, error)
-
-
-def _fail(line: str, code: int, error: BaseException) -> NoReturn:
-    if os.environ.get("QWEN_MTP_DEBUG"):
-        raise error
-    redraw = "\r\x1b[K" if sys.stderr.isatty() else ""  # a phase may be half drawn
-    click.echo(f"{redraw}Error: {' '.join(line.split())}", err=True)
-    sys.exit(code)
-
-
-def print_json(value: Any) -> None:
-    """Write one JSON document to stdout."""
-    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
-
-
-def reporter(quiet: bool) -> Progress:
-    """Progress on stderr, or none."""
-    return Silent() if quiet else Lines()
 
 
 @click.command("export")
@@ -137,7 +93,7 @@ def export_command(
             check_target(Path(os.path.abspath(package)), overwrite)
             _show(describe_plan(plan, package), as_json, tables=True)
             return
-        _end_on_signals()
+        end_on_signals()
         done = export_package(
             checkpoint,
             package,
@@ -178,13 +134,8 @@ def main() -> None:
     """Qwen3.5/3.6/3.8 with multi-token prediction, compiled and run offline."""
 
 
-def _end_on_signals() -> None:
-    """Leave by an exception when told to stop, so that nothing half-written stays behind."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda caught, _: sys.exit(128 + caught))
-
-
 main.add_command(export_command)
+main.add_command(bench_command)
 
 
 @main.command()

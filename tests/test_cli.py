@@ -167,12 +167,13 @@ def test_overwriting_replaces_a_package_also_behind_a_link(tmp_path: Path) -> No
 
 def test_help_names_every_option_of_every_command() -> None:
     commands = {(): main, **{(name,): one for name, one in main.commands.items()}}
-    assert {name for names in commands for name in names} == {"export", "inspect", "verify", "run"}
+    names = {name for path in commands for name in path}
+    assert names == {"export", "inspect", "verify", "run", "bench"}
     everything = [export_command, *main.commands.values()]
     options = [o for one in everything for o in one.params if isinstance(o, click.Option)]
     assert [option.name for option in options if not option.help] == []
-    for names, command in commands.items():
-        result = qwen_mtp(*names, "--help")
+    for path, command in commands.items():
+        result = qwen_mtp(*path, "--help")
         assert (result.exit_code, result.stderr) == (0, "")
         assert command.help is not None
         for parameter in command.params:

@@ -1,0 +1,1 @@
+"""Measures a package on this machine: what ``qwen-mtp bench`` runs and shows."""
