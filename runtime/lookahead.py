@@ -102,7 +102,7 @@ class AdaptiveLookahead:
         """At most ``most`` >= 1 drafts a round."""
         self._lookaheads, self._most = package.manifest.geometry.lookaheads, most
         # On a device, a row may round differently among others: drafts may show in greedy text.
-        self._bits = package.manifest.backend == "onnx"
+        self._bits = package.manifest.backend == "onnxruntime"
         self._meter = Meter(package, most)
         self._nominal = self._meter.nominal()
         self._slots: dict[int, Acceptance] = {}

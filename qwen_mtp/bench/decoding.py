@@ -95,11 +95,16 @@ class TextCourse:
     """Continues a prompt with the package's own drafts."""
 
     def __init__(
-        self, engine: GraphRunner, lookahead: int, prompt: Sequence[int], reference: Sequence[int]
+        self,
+        engine: GraphRunner,
+        lookahead: int,
+        prompt: Sequence[int],
+        reference: Sequence[int],
+        adaptive: bool = False,
     ) -> None:
-        """Draft ``lookahead`` tokens a round, and compare with ``reference``."""
-        self._llm = open_llm(engine, lookahead)
-        self._prompt, self._tally = list(prompt), Tally(lookahead, reference)
+        """Draft ``lookahead`` tokens a round, or up to so many; compare with ``reference``."""
+        self._llm = open_llm(engine, lookahead, adaptive)
+        self._prompt, self._tally = list(prompt), Tally(lookahead, reference, adaptive)
 
     def run(self) -> None:
         """Generate as many tokens as the reference has."""
@@ -136,12 +141,14 @@ class ForcedCourse:
         prompt: Sequence[int],
         reference: Sequence[int],
         slots: int = 1,
+        adaptive: bool = False,
     ) -> None:
         """Give drafts that are right with probability ``forced``; None for plain decoding."""
-        package = engine.package
-        self._session = Session(package, num_speculative_tokens=lookahead, engine=engine)
+        self._session = Session(
+            engine.package, num_speculative_tokens=lookahead, adaptive=adaptive, engine=engine
+        )
         self._prompt, self._slots = list(prompt), slots
-        self._tally = Tally(lookahead, reference, forced=forced, slots=slots)
+        self._tally = Tally(lookahead, reference, adaptive, forced, slots)
 
     def run(self) -> None:
         """Generate as many tokens as the reference has, in every slot."""
@@ -178,8 +185,11 @@ class ForcedCourse:
     def _drafts(
         self, live: dict[int, list[int]], script: list[int]
     ) -> dict[int, list[int]] | None:
-        k = self._session.lookahead
-        return {b: script[len(t) : len(t) + k] for b, t in live.items()} if k else None
+        """As many as the session would take of its own: those it does not ask for cost nothing."""
+        if not self._session.lookahead:
+            return None
+        wanted = self._session.plan().drafts
+        return {b: script[len(live[b]) : len(live[b]) + k] for b, k in wanted.items()}
 
     def _take(self, results: dict[int, StepResult], live: dict[int, list[int]]) -> None:
         """Take the tokens of a round, and leave the slots that are done."""
@@ -194,9 +204,14 @@ class ForcedCourse:
                 del live[slot]
 
 
-def open_llm(engine: GraphRunner, lookahead: int) -> LLM:
+def open_llm(engine: GraphRunner, lookahead: int, adaptive: bool = False) -> LLM:
     """An ``LLM`` on an engine that is loaded already, with its tokenizer where it has one."""
-    llm = LLM(engine.package.directory, num_speculative_tokens=lookahead, engine=engine)
+    llm = LLM(
+        engine.package.directory,
+        num_speculative_tokens=lookahead,
+        adaptive=adaptive,
+        engine=engine,
+    )
     with suppress(MissingExtraError, PackageError):  # it is read once, and not by the first run
         _ = llm.text
     return llm

@@ -177,13 +177,15 @@ class _Measurement:
     def _decoding(self) -> tuple[tuple[Decoding, ...], tuple[Decoding, ...]]:
         """The text with the MTP head's drafts, and with scripted ones."""
         plan, engine, reference = self._plan, self._engine, self._reference
+        kinds = [(k, False) for k in plan.lookaheads]  # drafts, and whether rounds choose fewer
+        kinds += [(k, True) for k in plan.lookaheads[-1:] if k]
         text: list[Course] = [
-            TextCourse(engine, k, plan.prompt, reference) for k in plan.lookaheads
+            TextCourse(engine, k, plan.prompt, reference, adaptive) for k, adaptive in kinds
         ]
         forced: list[Course] = [ForcedCourse(engine, 0, None, plan.prompt, reference)]
         forced += [
-            ForcedCourse(engine, k, share, plan.prompt, reference)
-            for k in plan.lookaheads[1:]
+            ForcedCourse(engine, k, share, plan.prompt, reference, adaptive=adaptive)
+            for k, adaptive in kinds[1:]
             for share in plan.acceptances
         ]
         found = self._in_turn("bench text", [*text, *forced])
