@@ -49,6 +49,11 @@ class DraftCost:
     ms: Samples
 
     @property
+    def name(self) -> str:
+        """``1 draft``, ``3 drafts``."""
+        return "1 draft" if self.lookahead == 1 else f"{self.lookahead} drafts"
+
+    @property
     def one_ms(self) -> float:
         """Milliseconds of one draft."""
         return self.ms.median / self.lookahead

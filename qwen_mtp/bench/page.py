@@ -148,7 +148,7 @@ def _rows(report: BenchReport) -> str:
     passes = report.passes
     names = ["plain", *(f"{c.rows} rows" for c in passes.verify)]
     values = [passes.plain.median, *(c.ms.median for c in passes.verify)]
-    names += ["1 draft" if c.lookahead == 1 else f"{c.lookahead} drafts" for c in passes.drafts]
+    names += [c.name for c in passes.drafts]
     values += [c.ms.median for c in passes.drafts]
     names.append("limit")
     labels = Labels(
@@ -171,7 +171,7 @@ def _contexts(report: BenchReport) -> str:
     ]
     if report.passes.drafts:
         ms = tuple(nan if c.draft is None else c.draft.median for c in costs)
-        series.append(Series(f"{report.passes.drafts[-1].lookahead} drafts", ms))
+        series.append(Series(report.passes.drafts[-1].name, ms))
     labels = Labels(
         title="Cost against context",
         x="positions before the pass",

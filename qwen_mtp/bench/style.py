@@ -33,7 +33,8 @@ figure i{display:inline-block;width:10px;height:10px;border-radius:2px;margin-ri
 figure p{font-size:12.5px;margin-top:auto}
 svg{width:100%;height:auto;margin:8px 0 4px}
 svg text{font-size:11.5px;fill:var(--soft);text-anchor:middle}
-svg .end{text-anchor:end}svg .start{text-anchor:start;fill:var(--ink)}
+svg .end{text-anchor:end}svg .start{text-anchor:start;fill:var(--ink);paint-order:stroke;
+stroke:var(--card);stroke-width:4px}
 svg .value{fill:var(--ink)}
 .grid{stroke:var(--line);stroke-width:1}
 .base{stroke:var(--soft);stroke-width:1.2;stroke-dasharray:5 4}
@@ -46,7 +47,7 @@ i.s0{background:var(--c0)}i.s1{background:var(--c1)}i.s2{background:var(--c2)}
 i.s3{background:var(--c3)}i.s4{background:var(--c4)}i.s5{background:var(--c5)}
 .wide{overflow-x:auto;background:var(--card);border:1px solid var(--line);border-radius:10px}
 table{border-collapse:collapse;width:100%;font-size:13px}
-th,td{padding:5px 11px;text-align:right;border-top:1px solid var(--line);
+th,td{padding:5px 8px;text-align:right;border-top:1px solid var(--line);
 font-variant-numeric:tabular-nums;white-space:nowrap}
 thead th{border-top:0;color:var(--soft);font-weight:600}
 th:first-child,td:first-child,td.text{text-align:left}

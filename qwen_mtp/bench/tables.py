@@ -60,7 +60,7 @@ def _passes(report: BenchReport) -> Iterable[Sequence[str]]:
     for cost in passes.verify:
         yield _samples(report, f"verify {cost.rows} rows", cost.ms)
     for draft in passes.drafts:
-        yield _samples(report, f"{draft.lookahead} drafts", draft.ms)
+        yield _samples(report, draft.name, draft.ms)
     yield ("by context",)
     for place in report.contexts:
         yield _samples(report, f"plain token at {place.context}", place.plain)

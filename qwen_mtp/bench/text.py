@@ -80,7 +80,7 @@ def _passes(report: BenchReport) -> list[str]:
         for cost in report.passes.verify
     ]
     return lines + [
-        f"draft      {_ms(cost.ms)}, {cost.lookahead} drafts = {cost.ms.median / plain:.2f} x "
+        f"draft      {_ms(cost.ms)}, {cost.name} = {cost.ms.median / plain:.2f} x "
         f"plain, {cost.one_ms:.2f} ms each"
         for cost in report.passes.drafts
     ]
