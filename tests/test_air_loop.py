@@ -1,7 +1,8 @@
 """The loop over GE models emits what it emits over ONNX Runtime, pass by pass."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from itertools import chain, cycle, repeat
 from itertools import count as counter
 from typing import Any
 
@@ -18,11 +19,15 @@ from tests.packages import TRAINED, package
 from tests.scripted import (
     GREEDY,
     Drafter,
+    Forced,
     Scripted,
     Track,
     Want,
+    advance,
+    begin,
     counts,
     differences,
+    following,
     nothing,
     own,
     random_prompts,
@@ -216,6 +221,29 @@ def test_fused_models_give_the_tokens_of_onnx_runtime_but_for_near_ties(
     same_tokens(truths(), tracks)
     assert set(seen.accepted) == set(range(k + 1))
     assert transitions(tracks) == {(a, b) for a in range(k + 1) for b in range(k + 1)}
+
+
+@pytest.mark.parametrize(
+    "made", [portable, pytest.param(fused, marks=pytest.mark.slow)], ids=["portable", "fused"]
+)
+def test_rows_wait_for_the_drafter_of_ge_models(made: Callable[[], Package]) -> None:
+    """Rounds of 0 to 3 drafts as a session that adapts has them, the drafter running when due."""
+    truth = truths()[2]
+    running = ge_session(made(), 3)
+    Forced(running, [chain([3, 0, 0, 0, 0, 1, 0, 2, 0, 0, 3, 0], repeat(0))])
+    track = following(running, truth, cycle([3, 1, 0]))
+    with poisoned(running):
+        begin(running, track)
+        while len(track.tokens) < 24:
+            advance(running, [track])
+    running.release(track.slot)
+    assert {*track.drafted} == {0, 1, 2, 3}
+    pairs = zip(track.tokens, truth.tokens, strict=False)
+    for i, (mine, theirs) in enumerate(pairs):
+        if mine != theirs:  # what follows has another past
+            assert made is fused, f"token {i}"
+            assert truth.logits[i][theirs] - truth.logits[i][mine] < NEAR, f"token {i}"
+            break
 
 
 @pytest.mark.slow
