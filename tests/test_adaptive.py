@@ -185,9 +185,12 @@ class Priced(AdaptiveLookahead):
 
     spent = 0.0
 
+    dear = 1.0
+
     def measure(self, spec: GraphSpec, ms: float) -> None:
-        self.spent += PRICES[spec.name]
-        super().measure(spec, PRICES[spec.name])
+        price = PRICES[spec.name] * (self.dear if spec.kind == "mtp_draft" else 1)
+        self.spent += price
+        super().measure(spec, price)
 
 
 @pytest.mark.parametrize("wrong", [False, True])
@@ -203,6 +206,20 @@ def test_adaptive_rounds_cost_little_more_than_the_best_fixed_ones(wrong: bool) 
     count = len(track.tokens) - 1
     best = 100.0 * count if wrong else 135.0 * count / (K + 1)
     assert best <= policy.spent < 1.07 * best, track.drafted
+
+
+def test_drafts_that_are_found_too_dear_are_given_up_though_all_are_right() -> None:
+    """What is measured decides, not what the sizes of the model promise."""
+    truth = solo(session(model(), 0), [7], nothing, LONG)
+    running = session(model(), K)
+    running.policy = policy = Priced(model(), K)
+    policy.dear = 50.0
+    track = begin(running, following(running, truth, cycle([K])))
+    while len(track.tokens) < LONG - K - 2:
+        advance(running, [track])
+    assert differences(truth, track, len(track.tokens)) == []
+    assert track.drafted[0] == K
+    assert track.drafted[-30:].count(0) >= 18, track.drafted
 
 
 @pytest.mark.parametrize("source", SOURCES)

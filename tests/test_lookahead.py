@@ -39,7 +39,9 @@ DEAR = {name: 20 * ms if name.startswith("mtp") else ms for name, ms in MS.items
 
 
 @cache
-def sized(slots: int = 1, backend: str = "onnx", lookaheads: tuple[int, ...] = (1, 3)) -> Package:
+def sized(
+    slots: int = 1, backend: str = "onnxruntime", lookaheads: tuple[int, ...] = (1, 3)
+) -> Package:
     """The tables of a package whose vocabulary head is small beside its layers."""
     path = scratch() / "lookahead"
     path.mkdir(exist_ok=True)
@@ -61,7 +63,7 @@ def sized(slots: int = 1, backend: str = "onnx", lookaheads: tuple[int, ...] = (
     return Package(Path("none"), manifest)
 
 
-def policy(slots: int = 1, backend: str = "onnx") -> AdaptiveLookahead:
+def policy(slots: int = 1, backend: str = "onnxruntime") -> AdaptiveLookahead:
     made = AdaptiveLookahead(sized(slots, backend), K)
     for slot in range(slots):
         made.admit(slot)
@@ -264,7 +266,9 @@ def test_what_a_sampled_slot_drafts_depends_on_its_own_history_alone(
 def test_on_a_device_greedy_slots_do_not_look_at_times_either() -> None:
     """There, bits of a row may depend on the others: a text would depend on the clock."""
     need = {0: Need(K)}
-    on_cpu, on_device = (measured(policy(1, backend), DEAR) for backend in ("onnx", "ascend"))
+    on_cpu, on_device = (
+        measured(policy(1, backend), DEAR) for backend in ("onnxruntime", "ascend")
+    )
     for made in (on_cpu, on_device):
         for _ in range(8):
             made.observe(0, K, 1)
