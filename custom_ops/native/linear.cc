@@ -103,7 +103,7 @@ struct Product8 {
   // are 128 times the sums of the channels, which the zero point adds to each product: the first
   // rows leave them for the others.
   template <int kRows, int kOuts, bool kFirst>
-  void tile(int64_t m, int64_t n, int32_t* totals) const {
+  void tile(int64_t m, int64_t n, unsigned fetched, int32_t* totals) const {
     __m512i acc[kRows][kOuts], total[kOuts];
     unrolled<kOuts>([&](auto j) {
       total[j] = _mm512_setzero_si512();
@@ -117,10 +117,8 @@ struct Product8 {
       __m512i v[kOuts];
       unrolled<kOuts>([&](auto j) {
         v[j] = load(w + j * width + k);
-        if constexpr (kFirst) {
-          _mm_prefetch(w + j * width + k + kAhead, _MM_HINT_T0);
-          total[j] = dot(total[j], zero_point, v[j]);
-        }
+        if (fetched >> j & 1) _mm_prefetch(w + j * width + k + kAhead, _MM_HINT_T0);
+        if constexpr (kFirst) total[j] = dot(total[j], zero_point, v[j]);
       });
       unrolled<kRows>([&](auto i) {
         const __m512i x = _mm512_load_si512(rows + i * stride + k);
@@ -151,23 +149,34 @@ struct Product8 {
   }
 
   template <int kOuts, bool kFirst>
-  void rows_from(int64_t m, int64_t count, int64_t n, int32_t* totals) const {
+  void rows_from(int64_t m, int64_t count, int64_t n, unsigned fetched, int32_t* totals) const {
     switch (count) {
-      case 1: return tile<1, kOuts, kFirst>(m, n, totals);
-      case 2: return tile<2, kOuts, kFirst>(m, n, totals);
-      case 3: return tile<3, kOuts, kFirst>(m, n, totals);
-      case 4: return tile<4, kOuts, kFirst>(m, n, totals);
-      case 5: return tile<5, kOuts, kFirst>(m, n, totals);
-      default: return tile<6, kOuts, kFirst>(m, n, totals);
+      case 1: return tile<1, kOuts, kFirst>(m, n, fetched, totals);
+      case 2: return tile<2, kOuts, kFirst>(m, n, fetched, totals);
+      case 3: return tile<3, kOuts, kFirst>(m, n, fetched, totals);
+      case 4: return tile<4, kOuts, kFirst>(m, n, fetched, totals);
+      case 5: return tile<5, kOuts, kFirst>(m, n, fetched, totals);
+      default: return tile<6, kOuts, kFirst>(m, n, fetched, totals);
     }
   }
 
+  // Rows in passes of about equal size; each pass fetches its part of the channels to come, so
+  // that memory is busy in all of them.
   template <int kOuts>
   void all_rows(int64_t rows, int64_t n) const {
     int32_t totals[kOuts];
-    rows_from<kOuts, true>(0, std::min<int64_t>(kTileRows, rows), n, totals);
-    for (int64_t m = kTileRows; m < rows; m += kTileRows) {
-      rows_from<kOuts, false>(m, std::min<int64_t>(kTileRows, rows - m), n, totals);
+    const int64_t passes = (rows + kTileRows - 1) / kTileRows;
+    int64_t m = 0;
+    for (int64_t pass = 0; pass < passes; ++pass) {
+      const int64_t count = (rows - m + passes - pass - 1) / (passes - pass);
+      unsigned fetched = 0;
+      for (int j = 0; j < kOuts; ++j) fetched |= (j % passes == pass ? 1u : 0u) << j;
+      if (pass == 0) {
+        rows_from<kOuts, true>(m, count, n, fetched, totals);
+      } else {
+        rows_from<kOuts, false>(m, count, n, fetched, totals);
+      }
+      m += count;
     }
   }
 
