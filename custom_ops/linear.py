@@ -136,18 +136,22 @@ def linear_int4(x: Activations, packed: npt.NDArray[Any], scale: Activations) ->
 
 
 def embedding(ids: npt.NDArray[np.int32], table: Activations) -> Activations:
-    """Rows of ``[V, H]``: ``[M]`` ids to ``[M, H]``; a negative id reads row 0."""
+    """Rows of ``[V, H]``: ``[M]`` ids to ``[M, H]``.
+
+    A negative id is an absent token, whose row carries no meaning: row 0 here, zeros in native
+    kernels, where products skip them.
+    """
     return table[np.maximum(ids, 0)]
 
 
 def embedding_int8(ids: npt.NDArray[np.int32], weight: Int8s, scale: Floats) -> Floats:
-    """Rows of ``[V, H]`` int8 with ``[V]`` scales; a negative id reads row 0."""
+    """Rows of ``[V, H]`` int8 with ``[V]`` scales; see :func:`embedding`."""
     ids = np.maximum(ids, 0)
     return weight[ids].astype(np.float32) * scale[ids][:, None]
 
 
 def embedding_int4(ids: npt.NDArray[np.int32], packed: Bytes, scale: Floats) -> Floats:
-    """Rows of a head stored as ``[V, H / 32, 16]`` uint8; a negative id reads row 0."""
+    """Rows of a head stored as ``[V, H / 32, 16]`` uint8; see :func:`embedding`."""
     ids = np.maximum(ids, 0)
     return dequantize_int4(packed[ids], scale[ids])
 
@@ -229,7 +233,17 @@ def _int4_native(op: Any, x: Any, packed: Any, scale: Any) -> Any:
 def _product_native(op: Any, kind: str, x: Any, weight: Any, scale: Any, width: int) -> Any:
     rows, out = int(x.shape[0]), int(weight.shape[0])
     form = getattr(op, kind)
-    return form(x, weight, scale, M=rows, K=width, N=out, _domain=NAMESPACE)
+    return form(x, weight, scale, M=rows, K=width, N=out, B=0, _domain=NAMESPACE)
+
+
+def _table_int8_native(op: Any, ids: Any, weight: Any, scale: Any) -> Any:
+    sizes = {"M": int(ids.shape[0]), "D": int(weight.shape[1])}
+    return op.EmbeddingInt8(ids, weight, scale, **sizes, _domain=NAMESPACE)
+
+
+def _table_int4_native(op: Any, ids: Any, packed: Any, scale: Any) -> Any:
+    sizes = {"M": int(ids.shape[0]), "D": int(packed.shape[1]) * BLOCK}
+    return op.EmbeddingInt4(ids, packed, scale, **sizes, _domain=NAMESPACE)
 
 
 def _safe_ids(op: Any, ids: Any) -> Any:
@@ -334,6 +348,7 @@ EMBEDDING_INT8 = _operator(
     embedding_int8,
     _int8_table_fake,
     _embedding_int8_onnx,
+    native=_table_int8_native,
 )
 EMBEDDING_INT4 = _operator(
     "embedding_int4",
@@ -341,4 +356,5 @@ EMBEDDING_INT4 = _operator(
     embedding_int4,
     _int4_rows_fake,
     _embedding_int4_onnx,
+    native=_table_int4_native,
 )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import torch
 
 from qwen_mtp.custom_ops.operator import NAMESPACE, const
@@ -24,6 +25,7 @@ ONNX_TYPES = {
     torch.bool: 9,
     torch.float16: 10,
 }
+PRODUCTS = ("LinearInt8", "LinearInt4")  # native kernels that can shape what they give
 _NUMPY = {torch.float32: np.float32, torch.int32: np.int32, torch.int64: np.int64}
 _END = np.iinfo(np.int64).max
 
@@ -85,6 +87,16 @@ def _argmax_native(op: Any, x: Any, dim: int) -> Any:
     return op.ArgMaxRows(x, _domain=NAMESPACE)
 
 
+def _reshape_native(op: Any, x: Any, shape: Sequence[int]) -> Any:
+    # Logits leave a graph by batch slot: a Reshape of an output would copy all of them.
+    node, sizes = x.producer(), [int(d) for d in x.shape]
+    flat = node is not None and node.op_type in PRODUCTS and len(sizes) == 2
+    if flat and len(shape) == 3 and sizes[0] > 1 and not x.uses():
+        node.attributes["B"] = ir.AttrInt64("B", shape[0])
+        return x
+    return _reshape(op, x, shape)
+
+
 FORMS: dict[Any, Form] = {
     aten.add.Tensor: _binary("Add"),
     aten.sub.Tensor: _binary("Sub"),
@@ -105,5 +117,9 @@ FORMS: dict[Any, Form] = {
     aten.index_select.default: lambda op, x, dim, index: op.Gather(x, index, axis=dim),
 }
 
-# With a kernel of native/: the one of ONNX Runtime runs on a single thread.
-NATIVE: dict[Any, Form] = {aten.argmax.default: _argmax_native}
+# Where native/ has kernels; ONNX Runtime's ArgMax runs on a single thread.
+NATIVE: dict[Any, Form] = {
+    aten.argmax.default: _argmax_native,
+    aten.view.default: _reshape_native,
+    aten.reshape.default: _reshape_native,
+}

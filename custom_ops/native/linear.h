@@ -5,15 +5,8 @@
 
 namespace qwen_mtp {
 
-// Weights a task reads: large enough to hide the start of a task, small enough to share evenly.
-constexpr int64_t kTaskBytes = 64 << 10;
-
-// Rows quantised to uint8 around 128, `stride` bytes apart (padded with the zero point).
-struct QuantizedRows {
-  uint8_t* values;
-  float* scales;
-  int64_t stride;
-};
+// Rows of zeros are not multiplied: absent tokens are read as such, so idle slots and the padding
+// of a chunk cost nothing. `B` > 0 is the first dimension of an output `[B, M / B, N]`.
 
 // `[M, K]` by int8 `[N, K]` with one scale a channel (custom_ops/linear.py, linear_int8_rows).
 class LinearInt8 {
@@ -26,7 +19,7 @@ class LinearInt8 {
   void run(const Context& context) const;
 
  private:
-  int64_t rows_, inputs_, outputs_;
+  int64_t rows_, inputs_, outputs_, batch_;
 };
 
 // `[M, K]` by 4-bit blocks `[N, K / 32, 16]` with one scale a block (linear_int4).
@@ -40,7 +33,7 @@ class LinearInt4 {
   void run(const Context& context) const;
 
  private:
-  int64_t rows_, inputs_, outputs_;
+  int64_t rows_, inputs_, outputs_, batch_;
 };
 
 }  // namespace qwen_mtp

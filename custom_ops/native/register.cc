@@ -2,6 +2,7 @@
 #include "attention.h"
 #include "attention_project.h"
 #include "delta.h"
+#include "embedding.h"
 #include "linear.h"
 #include "norm.h"
 #include "rejection.h"
@@ -29,7 +30,7 @@ extern "C" __attribute__((visibility("default"))) ort::Status* RegisterCustomOps
     ort::SessionOptions* options, const ort::Base* base) {
   ort::g_table = base->get_api(ort::kVersion);
   using namespace qwen_mtp;
-  return add<AddNorm, ArgMaxRows, AttentionProject, DeltaChunk, DeltaRound, KvWrite<float>, KvWrite<Half>,
+  return add<AddNorm, ArgMaxRows, AttentionProject, DeltaChunk, DeltaRound, EmbeddingInt4, EmbeddingInt8, KvWrite<float>, KvWrite<Half>,
              LinearInt4, LinearInt8, PagedAttention<float>, PagedAttention<Half>, RejectionSample, RMSNorm,
              SwiGLU>(options);
 }
