@@ -45,7 +45,7 @@ def attention_mix(
     """
     more = (table, start, count, extra_k, extra_v, block_size)
     mixed, width = paged_attention(q, k_pool, v_pool, *more), gate.shape[-1]
-    return mixed.reshape(-1, width) / (1 + np.exp(-gate.reshape(-1, width)))
+    return np.asarray(mixed.reshape(-1, width) / (1 + np.exp(-gate.reshape(-1, width))))
 
 
 def _fake(q: Any, gate: Any, *_: Any) -> Any:
@@ -75,7 +75,7 @@ def _composed(
 
 
 def _native(op: Any, q: Any, gate: Any, *rest: Any) -> Any:
-    return attention_native(op, q, *rest, gate=gate)
+    return attention_native(op, q, *rest, gate)
 
 
 ATTENTION_MIX = Operator(

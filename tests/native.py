@@ -1,6 +1,5 @@
-"""One native kernel in a session of its own, from a library that is built once per test run."""
+"""One native kernel in a session of its own."""
 
-import shutil
 import subprocess
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -12,24 +11,24 @@ import onnxruntime as ort
 import pytest
 
 from qwen_mtp.custom_ops.operator import NAMESPACE
+from qwen_mtp.runtime.native import FLAGS, find_kernels, sources
 from tests.packages import scratch
 
 Array = np.ndarray
 Run = Callable[..., list[Array]]
-SOURCES = Path(__file__).parent.parent / "custom_ops" / "native"
 
 
 @cache
 def library(machine: str = "native") -> Path:
     """The kernels for a ``-march``; skips the test where there is no compiler."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no C++ compiler")
-    scratch().mkdir(exist_ok=True)
+    found = find_kernels()
+    if found.library is None:
+        pytest.skip(found.reason)
+    if machine == "native":
+        return found.library
     path = scratch() / f"kernels-{machine}.so"
-    flags = ["-std=c++17", "-O3", f"-march={machine}", "-ffp-contract=off", "-fPIC", "-shared"]
-    sources = sorted(str(file) for file in SOURCES.glob("*.cc"))
-    command = [compiler, *flags, "-w", "-fvisibility=hidden", "-o", str(path), *sources]
+    units = [str(file) for file in sources() if file.suffix == ".cc"]
+    command = ["c++", *FLAGS, f"-march={machine}", "-o", str(path), *units]
     subprocess.run(command, check=True, capture_output=True)
     return path
 
