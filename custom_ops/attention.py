@@ -35,7 +35,7 @@ def kv_write(
     """Store new keys and values.
 
     Args:
-        k: ``[B, R, Nkv, D]`` in the type of the pools.
+        k: ``[B, R, Nkv, D]``; rounded to the type of the pools.
         v: The same.
         k_pool: ``[Nkv, slots, D]`` or ``[blocks, block_size, Nkv, D]``.
         v_pool: The same.
@@ -70,7 +70,7 @@ def paged_attention(
     Args:
         q: ``[B, R, Nh, D]``; query head h reads key/value head ``h // (Nh / Nkv)``.
         k_pool: ``[Nkv, slots, D]`` or ``[blocks, block_size, Nkv, D]`` that already hold the new
-            rows, in the type of ``q``.
+            rows; float16 pools may stand beside float32 queries.
         v_pool: The same.
         table: ``[B, P]`` int32.
         start: ``[B]`` int32 position of row 0.
@@ -159,7 +159,8 @@ def _write_onnx(
 
     def write(pool: Any, new: Any) -> Any:
         flat = op.Reshape(new, [batch * rows, kv_heads, dim])
-        return op.ScatterND(pool, index, op.Transpose(flat, perm=[1, 0, 2]))
+        by_head = _cast(op, op.Transpose(flat, perm=[1, 0, 2]), new, pool)
+        return op.ScatterND(pool, index, by_head)
 
     return write(k_pool, k), write(v_pool, v)
 
@@ -223,7 +224,7 @@ def _attention_onnx(
     kv_heads = int(k_pool.shape[0])
     group = heads // kv_heads
     slots = _gather_index(op, table, start, count, block_size)
-    keys, values = (_gathered(op, pool, slots) for pool in (k_pool, v_pool))
+    keys, values = (_gathered(op, pool, slots, q) for pool in (k_pool, v_pool))
     # All rows of a group meet one copy of the keys: at least two rows in the product, which is
     # what keeps a row's bits independent of how many rows there are (docs/adr/0007).
     grouped = op.Reshape(q, [batch, rows, kv_heads, group, dim])
@@ -240,9 +241,18 @@ def _attention_onnx(
     return op.Reshape(op.Transpose(mixed, perm=[1, 2, 0, 3, 4]), [batch, rows, heads, dim])
 
 
-def _gathered(op: Any, pool: Any, slots: Any) -> Any:
-    """``[Nkv, B, T, D]``; chained drafts read the same rows again and again."""
-    return shared(op, ("gathered", pool, slots), lambda: op.Gather(pool, slots, axis=1))
+def _gathered(op: Any, pool: Any, slots: Any, q: Any) -> Any:
+    """``[Nkv, B, T, D]`` in the type of ``q``; chained drafts read the same rows over and over."""
+
+    def make() -> Any:
+        return _cast(op, op.Gather(pool, slots, axis=1), pool, q)
+
+    return shared(op, ("gathered", pool, slots), make)
+
+
+def _cast(op: Any, x: Any, own: Any, like: Any) -> Any:
+    """``x``, which has the type of ``own``, in that of ``like``."""
+    return x if own.dtype == like.dtype else op.Cast(x, to=int(like.dtype))
 
 
 def _scores(op: Any, grouped: Any, keys: Any, dim: int) -> Any:

@@ -45,7 +45,7 @@ def attention_mix(
     """
     more = (table, start, count, extra_k, extra_v, block_size)
     mixed, width = paged_attention(q, k_pool, v_pool, *more), gate.shape[-1]
-    return mixed.reshape(-1, width) / (1 + np.exp(-gate.reshape(-1, width)))
+    return np.asarray(mixed.reshape(-1, width) / (1 + np.exp(-gate.reshape(-1, width))))
 
 
 def _fake(q: Any, gate: Any, *_: Any) -> Any:
@@ -74,8 +74,22 @@ def _composed(
     return mixed.reshape(-1, width) * torch.sigmoid(gate.reshape(-1, width))
 
 
-def _native(op: Any, q: Any, gate: Any, *rest: Any) -> Any:
-    return attention_native(op, q, *rest, gate=gate)
+def _native(
+    op: Any,
+    q: Any,
+    gate: Any,
+    k_pool: Any,
+    v_pool: Any,
+    table: Any,
+    start: Any,
+    count: Any,
+    extra_k: Any,
+    extra_v: Any,
+    block_size: int,
+) -> Any:
+    return attention_native(
+        op, q, k_pool, v_pool, table, start, count, extra_k, extra_v, block_size, gate
+    )
 
 
 ATTENTION_MIX = Operator(

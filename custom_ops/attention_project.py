@@ -65,7 +65,7 @@ def _fake(
     (batch, rows, _), dim = cos.shape, q_weight.shape[0]
     stored = (batch, rows, kv_heads, dim)
     shapes = ((batch, rows, heads, dim), stored, stored, (batch, rows, heads * dim))
-    return tuple(projected.new_empty(shape) for shape in shapes)  # type: ignore[return-value]
+    return tuple(projected.new_empty(shape) for shape in shapes)
 
 
 def _composed(

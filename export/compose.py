@@ -6,6 +6,7 @@ the graphs live in one model: each is the ``then`` branch of an If that compares
 inputs and outputs of its graph only (docs/adr/0003).
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
@@ -33,7 +34,11 @@ IR_VERSION = 11
 MODEL_FILE = "model.onnx"
 NATIVE_FILE = "model.native.onnx"
 WEIGHTS_FILE = "weights.bin"
-_ONNX = {"float32": ir.DataType.FLOAT, "int32": ir.DataType.INT32}
+_ONNX = {
+    "float32": ir.DataType.FLOAT,
+    "float16": ir.DataType.FLOAT16,
+    "int32": ir.DataType.INT32,
+}
 _STORED = {
     "float32": ir.DataType.FLOAT,
     "float16": ir.DataType.FLOAT16,
@@ -146,10 +151,9 @@ def _branch(
 def _nothing(op: Any, spec: GraphSpec) -> list[ir.Value]:
     """An empty tensor for each output, made by one node for each dtype."""
     empty: dict[str, Iterator[ir.Value]] = {}
-    for dtype, kind in (("float32", np.float32), ("int32", np.int32)):
-        count = sum(tensor.dtype == dtype for tensor in spec.outputs)
+    for dtype, count in Counter(tensor.dtype for tensor in spec.outputs).items():
         sizes = const(op, np.zeros(count, np.int64))
-        parts = op.Split(const(op, np.zeros(0, kind)), sizes, axis=0, _outputs=count)
+        parts = op.Split(const(op, np.zeros(0, dtype)), sizes, axis=0, _outputs=count)
         empty[dtype] = iter([parts] if count == 1 else parts)
     return [next(empty[tensor.dtype]) for tensor in spec.outputs]
 

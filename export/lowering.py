@@ -17,7 +17,11 @@ from qwen_mtp.graphs.model import Graph
 from qwen_mtp.graphs.spec import DType, GraphSpec
 
 TORCH_TYPES: dict[DType, torch.dtype] = {**DTYPES, "int32": torch.int32}
-_INPUT_TYPES = {"float32": ir.DataType.FLOAT, "int32": ir.DataType.INT32}
+_INPUT_TYPES = {
+    "float32": ir.DataType.FLOAT,
+    "float16": ir.DataType.FLOAT16,
+    "int32": ir.DataType.INT32,
+}
 _PLACEMENT = {"device", "layout", "pin_memory", "requires_grad"}
 CHECKS = {torch.ops.aten._assert_tensor_metadata.default}  # hold by construction
 OWN: dict[str, Any] = {

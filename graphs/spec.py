@@ -9,6 +9,7 @@ from qwen_mtp.config import ModelConfig
 
 DType = Literal["float32", "int32", "float16", "bfloat16"]
 Activation = Literal["float32", "float16", "bfloat16"]
+KvType = Literal["float32", "float16"]
 Lowering = Literal["portable", "fused"]
 GraphKind = Literal["prefill", "target_verify", "mtp_draft"]
 StateKind = Literal["kv", "mtp_kv", "conv", "ssm", "stash"]
@@ -117,6 +118,7 @@ class Geometry:
         dtype: Activations, state and unquantised weights.
         draft_vocab: Tokens that drafts are taken from, each with a row of the drafter's own head;
             0 takes them from the whole vocabulary, by the target's head.
+        kv_dtype: Keys and values in the layout ``lazy``; others keep them in ``dtype``.
     """
 
     max_num_seqs: int
@@ -128,6 +130,12 @@ class Geometry:
     layout: Layout = "lazy"
     dtype: Activation = "float32"
     draft_vocab: int = 0
+    kv_dtype: KvType = "float32"
+
+    @property
+    def pool_dtype(self) -> Activation:
+        """What keys and values are stored in."""
+        return self.kv_dtype if self.layout == "lazy" else self.dtype
 
     @property
     def full_format(self) -> WeightFormat:
@@ -226,7 +234,7 @@ def _pools(
         shape = (heads, geometry.num_blocks * geometry.block_size, dim)
     in_place = geometry.layout != "lazy"
     return [
-        StateSpec(f"{prefix}.{half}", kind, shape, False, geometry.dtype, in_place)
+        StateSpec(f"{prefix}.{half}", kind, shape, False, geometry.pool_dtype, in_place)
         for half in ("key", "value")
     ]
 

@@ -38,7 +38,8 @@ def golden_path(manifest: PackageManifest) -> str:
 
 def tolerance(geometry: Geometry) -> float:
     """Relative error of a tensor that is always allowed."""
-    return max(FLOOR.get(geometry.format, 0.0), HALF_FLOOR[geometry.dtype])
+    halves = HALF_FLOOR[geometry.dtype], HALF_FLOOR[geometry.pool_dtype]
+    return max(FLOOR.get(geometry.format, 0.0), *halves)
 
 
 def results(spec: GraphSpec) -> tuple[TensorSpec, ...]:
@@ -201,6 +202,11 @@ def check_golden(bench: Bench, progress: Progress) -> tuple[Check, float | None]
         f"(allowed there: {replay.allowed:.1e}), "
         f"logits within an absolute {replay.max_logit_error:.1e}"
     )
+    geometry = bench.geometry
+    if geometry.layout == "lazy" and geometry.kv_dtype != "float32":
+        detail += (
+            f" (kv error: the modules keep keys and values in float32, not {geometry.kv_dtype})"
+        )
     return Check("golden", True, detail), replay.max_logit_error
 
 

@@ -48,6 +48,7 @@ def export_command(
     max_num_seqs: int,
     block_size: str | None,
     prefill_chunk: int,
+    kv_dtype: Any,
     lowering: Any,
     soc_version: str | None,
     dtype: Any,
@@ -68,6 +69,8 @@ def export_command(
         raise click.UsageError("--draft-vocab and --no-mtp exclude each other: nothing is drafted")
     if target == "air" and opset_domain is not None:
         raise click.UsageError("--opset-domain is for --target onnx")
+    if kv_dtype is not None and (target == "air" or opset_domain == "standard"):
+        raise click.UsageError("--kv-dtype is for --target onnx with --opset-domain microsoft")
     drafts = [k for group in lookaheads for k in group] or [*DEFAULT_LOOKAHEADS]
     choices: dict[str, Any] = {
         "format": format_,
@@ -78,6 +81,7 @@ def export_command(
         "prefill_chunk": prefill_chunk,
         "ascend": _ascend(target, lowering, soc_version, custom_ops),
         "dtype": dtype,
+        "kv_dtype": kv_dtype,
         "opset_domain": opset_domain or "microsoft",
         "draft_vocab": draft_vocab,
         "draft_vocab_text": draft_vocab_text,

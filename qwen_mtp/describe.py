@@ -282,6 +282,10 @@ def describe_path(path: Path) -> Description | CheckpointDescription:
     )
 
 
+def _pools(geometry: Geometry) -> str:
+    return "" if geometry.pool_dtype == "float32" else f" of {geometry.pool_dtype}"
+
+
 def _model_lines(config: ModelConfig, geometry: Geometry | None) -> list[str]:
     lines = [
         f"model     {config.model_type}: hidden {config.hidden_size}, "
@@ -292,8 +296,8 @@ def _model_lines(config: ModelConfig, geometry: Geometry | None) -> list[str]:
         drafts = ", ".join(map(str, geometry.lookaheads)) or "none (target alone)"
         lines.append(
             f"choices   K {drafts}; {_count(geometry.max_num_seqs, 'slot')} x "
-            f"{geometry.max_model_len} positions in blocks of {geometry.block_size}; "
-            f"prefill {geometry.prefill_chunk} rows"
+            f"{geometry.max_model_len} positions in blocks of {geometry.block_size}"
+            f"{_pools(geometry)}; prefill {geometry.prefill_chunk} rows"
         )
         if geometry.draft_vocab:
             lines.append(f"drafts    of {geometry.draft_vocab} of {config.vocab_size} tokens")

@@ -10,7 +10,8 @@ values are those of float32 arithmetic on the package's weights.
 How exactly a graph can follow depends on the model: where activations are rounded, a difference in
 the last bit of a sum may become a whole step, and the steps add up over the layers. So the script
 runs a second time, disturbed: for float32 graphs the recurrent state starts ``NUDGE`` away from
-zero, for half-precision ones the result of every operator is rounded. How far each tensor moves by
+zero, for half-precision ones the result of every operator is rounded; keys and values are stored
+as the package stores them. How far each tensor moves by
 that is recorded as well.
 """
 
@@ -25,6 +26,7 @@ import numpy.typing as npt
 import torch
 
 from qwen_mtp.checks_golden import golden_path, results
+from qwen_mtp.config import ModelConfig
 from qwen_mtp.golden_passes import HALVES, Player, Result
 from qwen_mtp.graphs.manifest import FileEntry, PackageManifest, load_manifest
 from qwen_mtp.graphs.model import Model
@@ -95,6 +97,7 @@ def _small(geometry: Geometry) -> Geometry:
         prefill_chunk=min(PROMPT, geometry.prefill_chunk),
         format="fp32" if half else geometry.format,
         dtype="float32",
+        kv_dtype="float32",
     )
 
 
@@ -124,22 +127,29 @@ def _list_file(directory: Path, manifest: PackageManifest) -> None:
     msgspec.structs.replace(manifest, files=files).save(directory)
 
 
+def _model(config: ModelConfig, geometry: Geometry, weights: dict[str, torch.Tensor]) -> Model:
+    """The torch definition on weights that are shared, not copied."""
+    with torch.device("meta"):
+        model = Model(config, geometry)
+    own = {name: weights[name] for name in model.state_dict()}
+    model.load_state_dict(own, assign=True)
+    return model
+
+
 class _Recorder:
     """Plays the script through the torch modules and keeps what went in and came out."""
 
     def __init__(
         self, manifest: PackageManifest, geometry: Geometry, weights: dict[str, torch.Tensor]
     ) -> None:
-        with torch.device("meta"):
-            model = Model(manifest.config, geometry)
-        own = {name: weights[name] for name in model.state_dict()}
-        model.load_state_dict(own, assign=True)
+        rounded = replace(geometry, kv_dtype=manifest.geometry.kv_dtype)
+        model, twin = (_model(manifest.config, g, weights) for g in (geometry, rounded))
         self._geometry, self._config = geometry, manifest.config
         self._random = np.random.default_rng(SEED)
         dtype = manifest.geometry.dtype
-        self._player = Player(model, self._zeros(0.0))
+        self._player = Player(model, self._zeros(0.0, geometry))
         nudge = NUDGE[geometry.format] if dtype == "float32" else 0.0
-        self._twin = Player(model, self._zeros(nudge), dtype)
+        self._twin = Player(twin, self._zeros(nudge, rounded), dtype)
         slots, blocks = geometry.max_num_seqs, np.arange(1, geometry.num_blocks, dtype=np.int32)
         self._table = blocks.reshape(slots, geometry.table_width)
         self._arrays: dict[str, Array] = {}
@@ -170,13 +180,13 @@ class _Recorder:
         buckets = self._geometry.row_buckets
         return [k for k in self._geometry.lookaheads if min(b for b in buckets if b > k) == rows]
 
-    def _zeros(self, nudge: float) -> dict[str, Array]:
+    def _zeros(self, nudge: float, geometry: Geometry) -> dict[str, Array]:
         """First states: zeros, or a little off in the windows and recurrent states."""
-        states = state_specs(self._config, self._geometry)
+        states = state_specs(self._config, geometry)
         return {state.name: self._first(state, nudge) for state in states}
 
     def _first(self, state: StateSpec, nudge: float) -> Array:
-        data = np.zeros(state.shape, np.float32)
+        data = np.zeros(state.shape, state.dtype)
         if nudge and state.kind in ("conv", "ssm"):
             data[:] = nudge * self._random.standard_normal(data.shape, np.float32)
         return data

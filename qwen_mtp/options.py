@@ -116,6 +116,11 @@ def export_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="Rows of a prompt in one pass; more need more scratch memory.",
         ),
         click.option(
+            "--kv-dtype", type=click.Choice(["float32", "float16"]),
+            help="onnx: what keys and values are stored in; float16 is half the memory  [default:"
+            " float32]",
+        ),
+        click.option(
             "--lowering", type=click.Choice(["portable", "fused"]),
             help="air: standard operators, or kernels of the chip  [default: portable]",
         ),

@@ -165,6 +165,12 @@ def write_inputs(rng: np.random.Generator, rows: int = 3) -> list[Any]:
     return [*new, *attention_inputs(rng, rows)[1:6], BLOCK_SIZE]
 
 
+def halved(args: list[Any], first: int) -> list[Any]:
+    """Two pools from ``first`` on as float16."""
+    pools = [pool.astype(np.float16) for pool in args[first : first + 2]]
+    return [*args[:first], *pools, *args[first + 2 :]]
+
+
 def quantised(quantise: Callable[[Array], Any], weight: Array) -> list[Array]:
     """Values and scales as a package stores them."""
     return [np.ascontiguousarray(x) for x in quantise(weight)]
@@ -204,6 +210,8 @@ def cases(rng: np.random.Generator) -> dict[str, Case]:
             0,
         ),
         "kv_write": (write_inputs(rng), (), 0),
+        "kv_write into halves": (halved(write_inputs(rng), 2), (), 0),
+        "paged_attention of halves": (halved(attention_inputs(rng), 1), (), 2e-6),
         "paged_attention": (attention_inputs(rng), (), 2e-6),
         "paged_attention of wide heads": (attention_inputs(rng, 1, 8, 256), (), 2e-6),
         "paged_attention with extra rows": (with_extra(rng, attention_inputs(rng)), (), 2e-6),

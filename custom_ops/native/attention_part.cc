@@ -87,39 +87,33 @@ void soften(float* scores, int64_t live, float* most, float* sum) {
   *sum = vec::sum(total);
 }
 
-// Add weights times values to `kQ` queries, `kWide` vectors of them; weights are `kPart` apart.
+// Add weights times values to `kQ` queries, `kWide` vectors of them from dimension d on; weights
+// are `kPart` apart.
 template <int kQ, int kWide>
-void mix(const float* weights, const float* const* values, int64_t count, int64_t wide, float* out) {
+void mix(const float* weights, const float* const* values, int64_t count, int64_t d, int64_t wide, float* out) {
   Floats sums[kQ][kWide];
   for (int i = 0; i < kQ; ++i) {
-    for (int j = 0; j < kWide; ++j) sums[i][j] = vec::load(out + i * wide + j * kLanes);
+    for (int j = 0; j < kWide; ++j) sums[i][j] = vec::load(out + i * wide + d + j * kLanes);
   }
   for (int64_t t = 0; t < count; ++t) {
     Floats v[kWide];
-    for (int j = 0; j < kWide; ++j) v[j] = vec::load(values[t] + j * kLanes);
+    for (int j = 0; j < kWide; ++j) v[j] = vec::load(values[t] + d + j * kLanes);
     for (int i = 0; i < kQ; ++i) {
       const Floats w = vec::fill(weights[i * kPart + t]);
       for (int j = 0; j < kWide; ++j) sums[i][j] = vec::fma(w, v[j], sums[i][j]);
     }
   }
   for (int i = 0; i < kQ; ++i) {
-    for (int j = 0; j < kWide; ++j) vec::store(out + i * wide + j * kLanes, sums[i][j]);
+    for (int j = 0; j < kWide; ++j) vec::store(out + i * wide + d + j * kLanes, sums[i][j]);
   }
 }
 
 template <int kQ>
 void mix_all(const float* weights, const float* const* values, int64_t count, int64_t wide, float* out) {
   if (count <= 0) return;
-  const float* at[kRun];
   int64_t d = 0;
-  const auto step = [&](int64_t lanes) {
-    for (int64_t t = 0; t < count; ++t) at[t] = values[t] + d;
-    if (lanes == 4) mix<kQ, 4>(weights, at, count, wide, out + d);
-    else mix<kQ, 1>(weights, at, count, wide, out + d);
-    d += lanes * kLanes;
-  };
-  while (d + 4 * kLanes <= wide) step(4);
-  while (d < wide) step(1);
+  for (; d + 4 * kLanes <= wide; d += 4 * kLanes) mix<kQ, 4>(weights, values, count, d, wide, out);
+  for (; d < wide; d += kLanes) mix<kQ, 1>(weights, values, count, d, wide, out);
 }
 
 // A run of values from position `first` on, for a tile of queries of which `real` are there.
