@@ -40,12 +40,12 @@ Mutant: TypeAlias = Callable[[pytest.MonkeyPatch], None]
 Ints: TypeAlias = npt.NDArray[np.int32]
 
 
-def noticed(package: Package) -> list[str]:
+def noticed(package: Package, *, native: bool | None = None) -> list[str]:
     """What the checks of the exactness and state tests find in a package of two slots."""
     running = Session(
         package,
         num_speculative_tokens=K,
-        engine=Engine(package, threads=1, keep_logits=True),
+        engine=Engine(package, threads=1, keep_logits=True, native=native),
     )
     try:
         prompts = random_prompts((3, 21), seed=4)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from qwen_mtp.custom_ops import attention, causal_conv, delta_rule, linear
-from qwen_mtp.custom_ops.operator import const
+from qwen_mtp.custom_ops.delta_round import DELTA_CHUNK, DELTA_ROUND
+from qwen_mtp.custom_ops.operator import Operator, const
 from qwen_mtp.export import lowering
 from qwen_mtp.export.package import write_package
 from qwen_mtp.export.plan import plan_export
@@ -18,6 +19,7 @@ from qwen_mtp.graphs.spec import Geometry, WeightFormat
 from qwen_mtp.progress import Silent
 from qwen_mtp.runtime.package import Package
 from tests.mutants import RUNTIME, K, Mutant, noticed
+from tests.native import library
 from tests.packages import package, random_checkpoint
 
 SLOTS = 2
@@ -79,7 +81,8 @@ def _one_scale(op: Any, x: Any, weight: Any, scale: Any) -> Any:
     shared = op.Div(op.Max(op.ReduceMax(op.Abs(x), keepdims=1), tiny), steps)
     q = op.Cast(op.Add(op.Round(op.Div(x, shared)), zero), to=2)
     one, middle = const(op, np.ones((), np.float32)), const(op, np.array(128, np.uint8))
-    product = op.MatMulIntegerToFloat(q, weight, one, scale, middle, _domain=linear.MICROSOFT)
+    columns = op.Transpose(weight, perm=[1, 0])
+    product = op.MatMulIntegerToFloat(q, columns, one, scale, middle, _domain=linear.MICROSOFT)
     return op.Mul(product, shared)
 
 
@@ -96,7 +99,20 @@ def _sees_next(patch: pytest.MonkeyPatch) -> None:
 def _form(operator: str, form: Callable[..., Any]) -> Mutant:
     """Lower an operator to another ONNX form."""
     overload = getattr(torch.ops.qwen_mtp, operator).default
-    return lambda patch: patch.setitem(lowering._FORMS, overload, form)
+    return lambda patch: patch.setitem(lowering.ONNX_FORMS, overload, form)
+
+
+def _kernel(operator: Operator, change: Callable[[Any, Any], Any]) -> Mutant:
+    """Give the kernel of a recurrence another count of rows to commit."""
+    native = operator.native
+    assert native is not None
+
+    def form(op: Any, *args: Any) -> Any:
+        *inputs, count, eps, gate = args
+        return native(op, *inputs, change(op, count), eps, gate)
+
+    overload = getattr(torch.ops.qwen_mtp, operator.name).default
+    return lambda patch: patch.setitem(lowering.NATIVE_FORMS, overload, form)
 
 
 GRAPHS: dict[str, tuple[WeightFormat, Mutant]] = {
@@ -112,8 +128,30 @@ GRAPHS: dict[str, tuple[WeightFormat, Mutant]] = {
         _form("conv_window", _count(lambda op, n: op.Max(n, _number(op, K + 1)))),
     ),
     "a row sees the draft after it": ("fp32", _sees_next),
-    "rows share an activation scale": ("int8", _form("linear_int8", _one_scale)),
+    "rows share an activation scale": ("int8", _form("linear_int8_rows", _one_scale)),
 }
+
+
+KERNELS: dict[str, Mutant] = {
+    "the kernel commits all rows": _kernel(
+        DELTA_ROUND, lambda op, n: op.Max(n, _number(op, K + 1))
+    ),
+    "the kernel commits at most 3": _kernel(DELTA_ROUND, lambda op, n: op.Min(n, _number(op, 3))),
+    "the kernel runs a chunk's padding": _kernel(
+        DELTA_CHUNK, lambda op, n: op.Max(n, _number(op, 16))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_broken_kernel_is_noticed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library()  # skips where there is no compiler
+    KERNELS[name](monkeypatch)
+    geometry = Geometry(**GEOMETRY, block_size=16, prefill_chunk=16, format="fp32")
+    write_package(plan_export(checkpoint(), geometry), tmp_path, Silent())
+    assert noticed(Package.open(tmp_path), native=True) != []
 
 
 @pytest.mark.parametrize("name", GRAPHS)
@@ -124,4 +162,4 @@ def test_a_broken_operator_is_noticed(
     mutate(monkeypatch)
     geometry = Geometry(**GEOMETRY, block_size=16, prefill_chunk=16, format=format)
     write_package(plan_export(checkpoint(), geometry), tmp_path, Silent())
-    assert noticed(Package.open(tmp_path)) != []
+    assert noticed(Package.open(tmp_path), native=False) != []
