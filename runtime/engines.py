@@ -16,6 +16,7 @@ def open_engine(
     threads: int | None = None,
     device: int | None = None,
     keep_logits: bool = False,
+    native: bool | None = None,
 ) -> GraphRunner:
     """Load the graphs of a package for the back end that it was exported for.
 
@@ -24,6 +25,7 @@ def open_engine(
         threads: ONNX Runtime: threads inside an operator; None takes the number of usable cores.
         device: Ascend: which NPU, as ``npu-smi info`` counts; None takes the first.
         keep_logits: Keep the logits of each pass readable.
+        native: ONNX Runtime: run on the native kernels, or not; None where there are some.
 
     Returns:
         An engine; :func:`close_engine` gives back what it holds.
@@ -34,6 +36,8 @@ def open_engine(
         RequestError: An argument is not for this back end, or out of range.
     """
     if package.manifest.backend == "ascend":
+        if native is not None:
+            raise RequestError("native kernels are for packages that run on the CPU; leave it out")
         return _open_om(package, threads, device or 0, keep_logits)
     if device is not None:
         raise RequestError(
@@ -42,7 +46,15 @@ def open_engine(
         )
     from qwen_mtp.runtime.engine import Engine
 
-    return Engine(package, threads=threads, keep_logits=keep_logits)
+    return Engine(package, threads=threads, keep_logits=keep_logits, native=native)
+
+
+def kernels_of(engine: GraphRunner) -> str:
+    """What an engine computes with: ``native``, ``onnxruntime``, or ``ascend``."""
+    found = getattr(engine, "kernels", None)
+    if found is None:
+        return "ascend"
+    return "onnxruntime" if found.library is None else "native"
 
 
 def close_engine(engine: GraphRunner) -> None:
