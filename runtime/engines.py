@@ -4,6 +4,7 @@ Each is imported only where it is needed, so that neither must be installed for 
 """
 
 from qwen_mtp.errors import MissingExtraError, PackageError, RequestError
+from qwen_mtp.progress import Progress
 from qwen_mtp.runtime.package import Package
 from qwen_mtp.runtime.runner import GraphRunner
 
@@ -55,6 +56,18 @@ def kernels_of(engine: GraphRunner) -> str:
     if found is None:
         return "ascend"
     return "onnxruntime" if found.library is None else "native"
+
+
+def prepare_kernels(package: Package, native: bool | None, progress: Progress) -> None:
+    """Compile the native kernels in a phase of its own, where loading the package would do it."""
+    if native is False or package.manifest.native_file is None:
+        return
+    from qwen_mtp.runtime.native import find_kernels
+
+    if find_kernels(build=False).pending:
+        progress.phase("compiling the native kernels for this CPU, once")
+        find_kernels()
+        progress.done()
 
 
 def close_engine(engine: GraphRunner) -> None:
