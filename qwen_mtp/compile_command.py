@@ -68,7 +68,8 @@ def _compile(package: Path | None, force: bool, progress: Progress) -> Compiled:
 
     Raises:
         PackageError: The package cannot be opened, or its native model not loaded or run.
-        RequestError: There can be no kernels here, or the package has no model for them.
+        RequestError: There can be no kernels here, they compute wrongly, or the package has no
+            model for them.
     """
     from qwen_mtp.doctor.environment import instruction_sets
     from qwen_mtp.runtime.native import find_compiler, find_kernels
@@ -82,6 +83,7 @@ def _compile(package: Path | None, force: bool, progress: Progress) -> Compiled:
     progress.done()
     if found.library is None:
         raise RequestError(f"native kernels: {found.reason}")
+    _prove(found.library)
     if opened is not None:
         _run_once(opened, progress)
     return Compiled(
@@ -91,6 +93,19 @@ def _compile(package: Path | None, force: bool, progress: Progress) -> Compiled:
         instructions=instruction_sets(),
         package="" if package is None else str(package),
     )
+
+
+def _prove(library: Path) -> None:
+    """Multiply on the kernels: an instruction this CPU lacks ends the process here and now.
+
+    Raises:
+        RequestError: A row does not keep its bits.
+    """
+    from qwen_mtp.doctor.products import Probe, ProbeShape, some_weights
+
+    shape = ProbeShape("int8", 1, 64)
+    if wrong := Probe(shape, some_weights(shape.nbytes), 1, library).difference((2,)):
+        raise RequestError(f"native kernels: {wrong}; set QWEN_MTP_NATIVE=0 and report it")
 
 
 def _run_once(package: "Package", progress: Progress) -> None:

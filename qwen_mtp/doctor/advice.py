@@ -1,4 +1,4 @@
-"""What to choose on this machine, each choice with its reason: pure functions of what was measured."""
+"""What to choose on this machine, and why: pure functions of what was measured."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -230,7 +230,7 @@ def _verdict(best: ProductCost, drafts: Recommendation, gains: Sequence[Gain]) -
         return f"{best.format} on {best.kernels} kernels, without drafts: they do not pay here"
     typical = next(gain for gain in gains if gain.acceptance == TYPICAL)
     speed = f"about {typical.speedup:.1f} times plain decoding where 70 % of drafts are accepted"
-    return f"{best.format} on {best.kernels} kernels with {drafts.choice} drafts: {speed}"
+    return f"{best.format} on {best.kernels} kernels with K {drafts.choice}: {speed}"
 
 
 def _why_not_int8(

@@ -61,7 +61,11 @@ def examine(
     )
     costs = tuple(_products(environment, memory, count, progress))
     del memory
-    facts = None if package is None else measure_package(package, count, progress)
+    facts = (
+        None
+        if package is None
+        else measure_package(package, count, environment.free_bytes, progress)
+    )
     progress.done()
     shape = ModelShape.of_size((weights_gb or DEFAULT_GB) * 1e9)
     if facts is None:
@@ -96,7 +100,9 @@ def _products(
         shape = ProbeShape.within(name, count)
         if shape.nbytes > memory.nbytes:
             memory = some_weights(shape.nbytes)
-        kinds = [None] if library is None or name == "fp32" else [library, None]
+        kinds: list[Path | None] = [None]
+        if library is not None and name != "fp32":
+            kinds.insert(0, library)
         yield from _one_format(shape, memory, threads, kinds)
 
 
@@ -116,9 +122,7 @@ def _one_format(
         except Exception as error:  # the runtime's own exceptions share no base class
             failures.append((kernels, one_line(error)))
     actions = [
-        lambda probe=probe, rows=rows: probe.ms(rows)  # type: ignore[misc]
-        for _, probe, _ in probes
-        for rows in ROWS
+        lambda probe=probe, rows=rows: probe.ms(rows) for _, probe, _ in probes for rows in ROWS
     ]
     taken = in_turn(actions, ROUNDS)
     for i, (kernels, _, difference) in enumerate(probes):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
-from qwen_mtp.bench.costs import DraftCost, Passes, RowsCost
+from qwen_mtp.bench.costs import DraftCost, Passes, RowsCost, Samples
 from qwen_mtp.bench.passes import Action, PassTimer
 from qwen_mtp.bench.traffic import plain_traffic
 from qwen_mtp.checks_bench import Bench
@@ -13,10 +13,12 @@ from qwen_mtp.checks_report import one_line
 from qwen_mtp.checks_rows import check_rows
 from qwen_mtp.doctor.costs import ModelShape
 from qwen_mtp.doctor.products import BITS, in_turn
-from qwen_mtp.errors import PackageError, RequestError
+from qwen_mtp.errors import RequestError
 from qwen_mtp.graphs.manifest import PackageManifest
+from qwen_mtp.graphs.weights import file_bytes
 from qwen_mtp.progress import Progress
 from qwen_mtp.runtime.engine import Engine
+from qwen_mtp.runtime.engines import kernels_of
 from qwen_mtp.runtime.package import Package
 
 CONTEXT, ROUNDS = 256, 9
@@ -28,7 +30,7 @@ class PackageCost:
 
     Attributes:
         kernels: ``native`` or ``onnxruntime``.
-        load_s: Seconds to load it.
+        load_s: Seconds to load it and run each graph once.
         passes: Its graphs; None where it could not be run.
         rows: What the check of its rows found.
         exact: Whether every row has its own bits.
@@ -79,11 +81,14 @@ def open_measurable(directory: object) -> Package:
     return package
 
 
-def measure_package(package: Package, threads: int, progress: Progress) -> PackageFacts:
+def measure_package(
+    package: Package, threads: int, free_bytes: int, progress: Progress
+) -> PackageFacts:
     """Run every graph and the check of rows, on native kernels where there are and without."""
     manifest, geometry = package.manifest, package.manifest.geometry
     context = max(1, min(CONTEXT, geometry.max_model_len - geometry.max_rows - 1))
-    kinds = [False] if manifest.native_file is None else [True, False]
+    short = 0 < free_bytes < 3 * file_bytes(manifest.weights)
+    measure = _apart if short else _together
     return PackageFacts(
         name=package.directory.resolve().name,
         format=geometry.format,
@@ -91,7 +96,7 @@ def measure_package(package: Package, threads: int, progress: Progress) -> Packa
         draft_rows=getattr(geometry, "draft_vocab", 0),
         context=context,
         shape=shape_of(manifest),
-        costs=tuple(_measure(package, kind, threads, context, progress) for kind in kinds),
+        costs=measure(package, threads, context, progress),
     )
 
 
@@ -111,53 +116,106 @@ def shape_of(manifest: PackageManifest) -> ModelShape:
     )
 
 
-def _measure(
-    package: Package, native: bool, threads: int, context: int, progress: Progress
-) -> PackageCost:
-    kernels = "native" if native else "onnxruntime"
-    progress.phase(f"package on {kernels} kernels")
+def _together(
+    package: Package, threads: int, context: int, progress: Progress
+) -> tuple[PackageCost, ...]:
+    """Both kinds of kernels in turn, so that what else the machine does meets both alike."""
+    progress.phase("package passes")
+    loaded = [_load(package, native, threads) for native in _kinds(package)]
+    engines = [engine for engine in loaded if isinstance(engine, _Loaded)]
+    timers = [_Timed(found.engine, context) for found in engines]
+    taken = in_turn([action for timer in timers for action in timer.actions], ROUNDS)
+    costs = [cost for cost in loaded if isinstance(cost, PackageCost)]
+    for found, timer in zip(engines, timers, strict=True):
+        samples, taken = taken[: len(timer.actions)], taken[len(timer.actions) :]
+        costs.append(_checked(found, timer.passes(samples), progress))
+    return tuple(costs)
+
+
+def _apart(
+    package: Package, threads: int, context: int, progress: Progress
+) -> tuple[PackageCost, ...]:
+    """One after the other, where memory is short."""
+    costs = []
+    for native in _kinds(package):
+        progress.phase("package passes")
+        found = _load(package, native, threads)
+        if isinstance(found, _Loaded):
+            timer = _Timed(found.engine, context)
+            passes = timer.passes(in_turn(timer.actions, ROUNDS))
+            costs.append(_checked(found, passes, progress))
+            del timer
+        else:
+            costs.append(found)
+        del found
+        gc.collect()
+    return tuple(costs)
+
+
+def _kinds(package: Package) -> tuple[bool, ...]:
+    return (False,) if package.manifest.native_file is None else (True, False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    engine: Engine
+    seconds: float
+
+    @property
+    def kernels(self) -> str:
+        return kernels_of(self.engine)
+
+
+def _load(package: Package, native: bool, threads: int) -> _Loaded | PackageCost:
     start = perf_counter()
     try:
         engine = Engine(package, threads=threads, keep_logits=True, native=native)
-    except (PackageError, RequestError) as error:
-        return PackageCost(kernels=kernels, failure=one_line(error))
-    loaded = perf_counter() - start
-    try:
-        passes = _passes(engine, context)
-        found = None
-        if package.manifest.geometry.layout == "lazy":
-            found = check_rows(Bench(engine), progress)
+        _Timed(engine, 1).run_all()
     except Exception as error:  # the runtime's own exceptions share no base class
-        return PackageCost(kernels=kernels, load_s=loaded, failure=one_line(error))
-    finally:
-        del engine
-        gc.collect()
-    detail = "standard ONNX promises no bits of a row" if found is None else found.detail
+        kernels = "native" if native else "onnxruntime"
+        return PackageCost(kernels=kernels, failure=one_line(error))
+    return _Loaded(engine, perf_counter() - start)
+
+
+def _checked(found: _Loaded, passes: Passes, progress: Progress) -> PackageCost:
+    """The cost, and what the check of rows says."""
+    detail, exact = "standard ONNX promises no bits of a row", False
+    if found.engine.package.manifest.geometry.layout == "lazy":
+        check = check_rows(Bench(found.engine), progress)
+        detail, exact = check.detail, check.passed
     return PackageCost(
-        kernels=kernels,
-        load_s=loaded,
-        passes=passes,
-        rows=detail,
-        exact=found is not None and found.passed,
+        kernels=found.kernels, load_s=found.seconds, passes=passes, rows=detail, exact=exact
     )
 
 
-def _passes(engine: Engine, context: int) -> Passes:
-    geometry, timer = engine.package.manifest.geometry, PassTimer(engine)
-    timer.fill(context)
-    buckets, lookaheads = geometry.row_buckets, geometry.lookaheads
-    actions: list[Action] = [lambda: timer.plain(context)]
-    actions += [lambda r=r: timer.verify(r, r, context) for r in buckets]  # type: ignore[misc]
-    actions += [lambda k=k: timer.draft(k, context) for k in lookaheads]  # type: ignore[misc]
-    plain, *others = in_turn(actions, ROUNDS)
-    verify, drafts = others[: len(buckets)], others[len(buckets) :]
-    return Passes(
-        plain=plain,
-        verify=tuple(RowsCost(rows=r, ms=ms) for r, ms in zip(buckets, verify, strict=True)),
-        drafts=tuple(
-            DraftCost(lookahead=k, ms=ms) for k, ms in zip(lookaheads, drafts, strict=True)
-        ),
-    )
+class _Timed:
+    """The graphs of an engine as actions that take milliseconds."""
+
+    def __init__(self, engine: Engine, context: int) -> None:
+        self._geometry, timer = engine.package.manifest.geometry, PassTimer(engine)
+        timer.fill(context)
+        buckets, lookaheads = self._geometry.row_buckets, self._geometry.lookaheads
+        self.actions: list[Action] = [lambda: timer.plain(context)]
+        self.actions += [lambda r=r: timer.verify(r, r, context) for r in buckets]  # type: ignore[misc]
+        self.actions += [lambda k=k: timer.draft(k, context) for k in lookaheads]  # type: ignore[misc]
+
+    def run_all(self) -> None:
+        """Run every graph once: the first run of each is part of what loading takes."""
+        for action in self.actions:
+            action()
+
+    def passes(self, samples: Sequence[Samples]) -> Passes:
+        """What was taken, by graph."""
+        buckets, lookaheads = self._geometry.row_buckets, self._geometry.lookaheads
+        plain, *others = samples
+        verify, drafts = others[: len(buckets)], others[len(buckets) :]
+        return Passes(
+            plain=plain,
+            verify=tuple(RowsCost(rows=r, ms=s) for r, s in zip(buckets, verify, strict=True)),
+            drafts=tuple(
+                DraftCost(lookahead=k, ms=s) for k, s in zip(lookaheads, drafts, strict=True)
+            ),
+        )
 
 
 def usable(costs: Sequence[PackageCost]) -> list[PackageCost]:

@@ -49,8 +49,8 @@ def advise_package(
     else:
         top = max(gains, key=lambda gain: gain.speedup)
         verdict = (
-            f"the package fits this machine: {drafts.choice} drafts, {top.speedup:.2f} times plain "
-            f"decoding at {top.acceptance:.0%} acceptance"
+            f"the package fits this machine: with K {drafts.choice}, {top.speedup:.2f} times "
+            f"plain decoding at {top.acceptance:.0%} acceptance"
             if top.lookahead
             else "the package fits this machine; drafts do not pay in it"
         )
