@@ -30,11 +30,12 @@ def doctor_command(
         raise click.UsageError("--weights-gb is for a run without PACKAGE, which has its own size")
     end_on_signals()
     with errors_as_lines():
+        from qwen_mtp.bench.report import as_plain
         from qwen_mtp.doctor.measure import examine
 
         progress = reporter(quiet)
         report = examine(package, weights_gb=weights_gb, threads=threads, progress=progress)
         if as_json:
-            print_json(report)
+            print_json(as_plain(report))
         else:
             click.echo(report.as_text())

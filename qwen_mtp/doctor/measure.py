@@ -31,7 +31,6 @@ def examine(
     *,
     weights_gb: float | None = None,
     threads: int | None = None,
-    largest: int = LARGEST,
     progress: Progress = _SILENT,
 ) -> DoctorReport:
     """Look at this machine, measure what decides how fast a package runs, and recommend.
@@ -40,7 +39,6 @@ def examine(
         directory: A package for ONNX Runtime: its own graphs decide then.
         weights_gb: Without one, how large the model is in int8, in GB.
         threads: Threads to measure with and to recommend; None takes those that can run at once.
-        largest: Bytes of weights to measure with, where memory allows.
         progress: Gets a phase for each part.
 
     Raises:
@@ -55,7 +53,7 @@ def examine(
     environment = look_around()
     count = threads or environment.threads
     progress.phase("memory")
-    memory = some_weights(_size(environment, largest))
+    memory = some_weights(_size(environment))
     bandwidths = tuple(
         Bandwidth(threads=n, speed=read_speed(memory, n)) for n in sorted({1, count})
     )
@@ -84,10 +82,10 @@ def examine(
     )
 
 
-def _size(environment: Environment, largest: int) -> int:
+def _size(environment: Environment) -> int:
     """Bytes to measure with: kernels that pack take as many again, and room is left for others."""
     free = environment.free_bytes or 4 * LARGEST
-    return max(LEAST, min(largest, free // 4))
+    return max(LEAST, min(LARGEST, free // 4))
 
 
 def _products(
