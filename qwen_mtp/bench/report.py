@@ -215,13 +215,13 @@ class BenchReport:
 
     def speedup(self, run: Decoding) -> float:
         """Speed of a run over plain decoding of the same kind, side by side as many."""
-        return run.speed.median / self.as_plain(run).speed.median
+        return run.speed.median / self._plain(run).speed.median
 
     def expected_speedup(self, run: Decoding) -> float | None:
         """Speed-up at the tokens a round gives in the long run, without the luck of these runs."""
-        return run.expected and run.expected * self.as_plain(run).round_ms / run.round_ms
+        return run.expected and run.expected * self._plain(run).round_ms / run.round_ms
 
-    def as_plain(self, run: Decoding) -> Decoding:
+    def _plain(self, run: Decoding) -> Decoding:
         groups = (self.text, self.forced, self.slots)
         kind = next(group for group in groups if any(run is other for other in group))
         return next(r for r in kind if not r.lookahead and r.slots == run.slots)
