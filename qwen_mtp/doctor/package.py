@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
-from time import perf_counter
+from time import perf_counter, sleep
 
 from qwen_mtp.bench.costs import DraftCost, Passes, RowsCost, Samples
 from qwen_mtp.bench.passes import Action, PassTimer
@@ -22,6 +22,7 @@ from qwen_mtp.runtime.engines import kernels_of
 from qwen_mtp.runtime.package import Package
 
 CONTEXT, ROUNDS = 256, 9
+PAUSE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +189,12 @@ def _checked(found: _Loaded, passes: Passes, progress: Progress) -> PackageCost:
     )
 
 
+def _after_a_pause(action: Action) -> float:
+    """Let the threads of another engine come to rest, which wait for more work for a while."""
+    sleep(PAUSE_S)
+    return action()
+
+
 class _Timed:
     """The graphs of an engine as actions that take milliseconds."""
 
@@ -195,7 +202,7 @@ class _Timed:
         self._geometry, timer = engine.package.manifest.geometry, PassTimer(engine)
         timer.fill(context)
         buckets, lookaheads = self._geometry.row_buckets, self._geometry.lookaheads
-        self.actions: list[Action] = [lambda: timer.plain(context)]
+        self.actions: list[Action] = [lambda: _after_a_pause(lambda: timer.plain(context))]
         self.actions += [lambda r=r: timer.verify(r, r, context) for r in buckets]  # type: ignore[misc]
         self.actions += [lambda k=k: timer.draft(k, context) for k in lookaheads]  # type: ignore[misc]
 

@@ -97,6 +97,8 @@ class Probe:
         self._options = ort.SessionOptions()
         self._options.intra_op_num_threads = threads
         self._options.log_severity_level = 4
+        # Threads that wait for more work would take the cores from the session that is next.
+        self._options.add_session_config_entry("session.force_spinning_stop", "1")
         if library is not None:
             self._options.register_custom_ops_library(str(library))
         large = {name: w for name, w in self._weights.items() if w.size > 1}

@@ -39,7 +39,8 @@ class DoctorReport:
         if self.package is not None:
             lines += ["", *_package(self.package)]
         lines += ["", *self._advice()]
-        return "\n".join([*lines, "", f"verdict   {self.advice.verdict}"])
+        rough = " (rough: the machine was busy)" if self.environment.busy else ""
+        return "\n".join([*lines, "", f"verdict   {self.advice.verdict}{rough}"])
 
     def _memory(self) -> Iterator[str]:
         reads = ", ".join(
