@@ -11,7 +11,14 @@ import click
 
 from qwen_mtp.console import end_on_signals, errors_as_lines, print_json, reporter
 from qwen_mtp.errors import RequestError, VerificationError
-from qwen_mtp.options import DIRECTORY, IdList, json_option, quiet_option, threads_option
+from qwen_mtp.options import (
+    DIRECTORY,
+    IdList,
+    json_option,
+    native_option,
+    quiet_option,
+    threads_option,
+)
 
 _FILE = click.Path(path_type=Path, readable=False, dir_okay=True)
 
@@ -61,6 +68,7 @@ class NumberList(click.ParamType[tuple[Any, ...]]):
     "  [default: 256 and longer ones]",
 )
 @threads_option
+@native_option
 @click.option(
     "--tokens", type=click.IntRange(2), help="Tokens a run generates  [default: 48 or what fits]"
 )

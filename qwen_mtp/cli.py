@@ -12,7 +12,9 @@ from typing import Any
 import click
 
 from qwen_mtp.bench_command import bench_command
+from qwen_mtp.compile_command import compile_command
 from qwen_mtp.console import end_on_signals, errors_as_lines, print_json, reporter
+from qwen_mtp.doctor_command import doctor_command
 from qwen_mtp.errors import MissingExtraError, PackageError, VerificationError
 from qwen_mtp.graphs.spec import AscendChoice
 from qwen_mtp.options import (
@@ -24,6 +26,7 @@ from qwen_mtp.options import (
     export_options,
     interpret_option,
     json_option,
+    native_option,
     quiet_option,
     sampling_options,
     threads_option,
@@ -139,6 +142,8 @@ def main() -> None:
 
 
 main.add_command(export_command)
+main.add_command(compile_command)
+main.add_command(doctor_command)
 main.add_command(bench_command)
 
 
@@ -165,17 +170,27 @@ def inspect(path: Path, graphs: bool, as_json: bool) -> None:
     help="Also compare with the source checkpoint; needs torch and transformers.",
 )
 @threads_option
+@native_option
 @json_option
 @quiet_option
 def verify(
-    package: Path, checkpoint: Path | None, threads: int | None, as_json: bool, quiet: bool
+    package: Path,
+    checkpoint: Path | None,
+    threads: int | None,
+    native: bool | None,
+    as_json: bool,
+    quiet: bool,
 ) -> None:
     """Check that PACKAGE computes on this machine what it should."""
     with errors_as_lines():
         from qwen_mtp.verify import verify_package
 
         report = verify_package(
-            package, checkpoint=checkpoint, threads=threads, progress=reporter(quiet)
+            package,
+            checkpoint=checkpoint,
+            threads=threads,
+            native=native,
+            progress=reporter(quiet),
         )
         if as_json:
             print_json(
@@ -196,6 +211,7 @@ def verify(
 @click.option("--prompt-ids", type=IdList(), help="The prompt as token ids.")
 @sampling_options
 @threads_option
+@native_option
 @device_option
 @interpret_option
 @json_option
@@ -207,6 +223,7 @@ def run(
     num_speculative_tokens: int | None,
     adaptive: bool,
     threads: int | None,
+    native: bool | None,
     device: int | None,
     interpret: bool,
     as_json: bool,
@@ -216,22 +233,27 @@ def run(
     """Generate from PACKAGE; the text goes to stdout as it is verified."""
     if (prompt is None) == (prompt_ids is None):
         raise click.UsageError("give --prompt or --prompt-ids, one of the two")
-    for option, value in (("--device", device), ("--threads", threads)):
+    for option, value in (("--device", device), ("--threads", threads), ("--native", native)):
         if interpret and value is not None:
             raise click.UsageError(f"{option} and --interpret exclude each other")
     given: Any = prompt if prompt is not None else prompt_ids
     with errors_as_lines():
+        from qwen_mtp.runtime.engines import prepare_kernels
         from qwen_mtp.runtime.llm import LLM
+        from qwen_mtp.runtime.package import Package
         from qwen_mtp.runtime.sampling import SamplingParams
 
         params = SamplingParams(**sampling)
         engine = _interpreter(package) if interpret else None
+        if engine is None:
+            prepare_kernels(Package.open(package), native, reporter(quiet))
         with LLM(
             package,
             threads=threads,
             num_speculative_tokens=num_speculative_tokens,
             adaptive=adaptive,
             device=device,
+            native=native,
             engine=engine,
         ) as llm:
             _generate(llm, given, params, as_json, quiet)
@@ -253,7 +275,7 @@ def _interpreter(package: Path) -> Any:
 def _generate(llm: Any, prompt: Any, params: Any, as_json: bool, quiet: bool) -> None:
     if as_json:
         output = llm.generate([prompt], params)[0]
-        print_json(output_json(output))
+        print_json(output_json(output) | {"kernels": llm.kernels})
         return
     plain = not isinstance(prompt, str) and not _has_text(llm)
     counts, drafted, reason = [], [], None

@@ -87,6 +87,7 @@ class Description:
         tensors_unused: Tensors that stay behind, by name.
         tensors_ignored: Tensors of the vision tower.
         verification: What the last parity check found; None where it did not run.
+        native: Whether there is a model for kernels compiled on the machine that runs it.
         ascend: What GE models are made for; None for other back ends.
     """
 
@@ -104,6 +105,7 @@ class Description:
     tensors_unused: tuple[str, ...] = ()
     tensors_ignored: int = 0
     verification: Verification | None = None
+    native: bool = False
     ascend: AscendDescription | None = None
 
     def as_text(self, tables: bool = False) -> str:
@@ -127,6 +129,9 @@ class Description:
         lines.append(f"state     {states}")
         if self.ascend is None:
             lines.append(f"memory    about {running} of weights and state while running")
+            if self.what == "package":
+                models = "ONNX Runtime's and native ones" if self.native else "ONNX Runtime's"
+                lines.append(f"kernels   {models}")
         else:
             lines += self.ascend.as_lines(self.geometry.dtype)
         if self.what == "plan":
@@ -204,6 +209,7 @@ def describe_package(package: Package) -> Description:
         tensors_unused=manifest.source.unused,
         tensors_ignored=len(manifest.source.ignored),
         verification=manifest.verification,
+        native=manifest.native_file is not None,
         ascend=_written(package),
     )
 

@@ -16,6 +16,11 @@ threads_option = click.option(
     type=click.IntRange(1, 1024),
     help="Threads in an operator  [default: usable cores]",
 )
+native_option = click.option(
+    "--native/--no-native",
+    default=None,
+    help="Kernels compiled for this CPU, or ONNX Runtime's  [default: native where they can be]",
+)
 device_option = click.option(
     "--device",
     type=click.IntRange(0),

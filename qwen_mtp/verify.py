@@ -24,6 +24,7 @@ from qwen_mtp.errors import MissingExtraError, PackageError, RequestError
 from qwen_mtp.graphs.manifest import REMEDY, load_manifest
 from qwen_mtp.progress import Progress, Silent
 from qwen_mtp.runtime.engine import Engine
+from qwen_mtp.runtime.engines import prepare_kernels
 from qwen_mtp.runtime.package import Package
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def verify_package(
     *,
     checkpoint: str | PathLike[str] | None = None,
     threads: int | None = None,
+    native: bool | None = None,
     progress: Progress = _SILENT,
 ) -> Report:
     """Check that a package computes here what it should.
@@ -59,6 +61,8 @@ def verify_package(
         checkpoint: Also compare with the checkpoint it was made from.
         threads: Threads inside an operator; None takes the number of usable cores, or for GE
             models that are small, one.
+        native: Check on the native kernels of this machine, or on ONNX Runtime's; None takes what
+            a run would take.
         progress: Gets a phase for each check.
 
     Raises:
@@ -66,7 +70,7 @@ def verify_package(
         MissingExtraError: A checkpoint was given without torch and transformers to read it, or a
             package for Ascend without torch, torch_npu and protobuf.
         PackageError: The manifest is unreadable or contradicts itself.
-        RequestError: ``threads`` is not a positive number.
+        RequestError: ``threads`` is not a positive number, or ``native`` cannot be.
     """
     try:
         package = Package.open(directory)
@@ -75,7 +79,7 @@ def verify_package(
             raise
         return Report((found,), 0, None, this_machine())
     source = None if checkpoint is None else _open_source(Path(checkpoint))
-    run = _Run(package, progress)
+    run = _Run(package, progress, native)
     with _threads(package, threads):
         bench = run.load(threads) if run.files_are_whole() else None
         if bench is not None:
@@ -100,11 +104,11 @@ def record_verification(directory: str | PathLike[str], report: Report) -> None:
 class _Run:
     """The checks done so far."""
 
-    def __init__(self, package: Package, progress: Progress) -> None:
+    def __init__(self, package: Package, progress: Progress, native: bool | None) -> None:
         self.checks: list[Check] = []
         self.patterns = self.near_ties = 0
         self.max_logit_error: float | None = None
-        self._package, self._progress = package, progress
+        self._package, self._progress, self._native = package, progress, native
 
     def files_are_whole(self) -> bool:
         """Whether the rest can run: a file too many does no harm to it."""
@@ -117,16 +121,20 @@ class _Run:
         return Report(*found, this_machine(), self.near_ties)
 
     def load(self, threads: int | None) -> Bench | None:
+        native = self._native
         if self._package.manifest.ascend is not None:
+            if native is not None:
+                raise RequestError("native kernels are for packages that run on the CPU")
             return self._load_ge()
+        prepare_kernels(self._package, native, self._progress)
         self._progress.phase("verify load")
         try:
-            engine = Engine(self._package, threads=threads, keep_logits=True)
+            engine = Engine(self._package, threads=threads, keep_logits=True, native=native)
         except PackageError as error:
             self.checks.append(Check("load", False, one_line(error)))
             return None
         count = len(self._package.manifest.graphs)
-        self.checks.append(Check("load", True, f"{count} graphs"))
+        self.checks.append(Check("load", True, f"{count} graphs on {_kernels(engine)}"))
         return Bench(engine)
 
     def _load_ge(self) -> Bench | None:
@@ -171,6 +179,10 @@ class _Run:
     def _exact(self) -> bool:
         """Whether all kernels of the package were chosen to give a row its own bits."""
         return self._package.manifest.geometry.layout == "lazy"
+
+
+def _kernels(engine: Engine) -> str:
+    return "ONNX Runtime's kernels" if engine.kernels.library is None else "native kernels"
 
 
 def _missing_files(root: Path) -> Check | None:

@@ -86,7 +86,14 @@ class Engine:
         self.kernels = _kernels(package, native)
         with open(package.directory / package.manifest.weights_file, "rb") as file:
             self._weights = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._sessions = self._load(threads or len(os.sched_getaffinity(0)))
+        threads = threads or len(os.sched_getaffinity(0))
+        try:
+            self._sessions = self._load(threads)
+        except PackageError as error:
+            if native or self.kernels.library is None:
+                raise
+            self.kernels = NativeKernels(None, str(error))  # a package of another release
+            self._sessions = self._load(threads)
         self._settle_pages()
         self._states = {
             (s.name, parity): _state(s)

@@ -4,6 +4,7 @@ Each is imported only where it is needed, so that neither must be installed for 
 """
 
 from qwen_mtp.errors import MissingExtraError, PackageError, RequestError
+from qwen_mtp.progress import Progress
 from qwen_mtp.runtime.package import Package
 from qwen_mtp.runtime.runner import GraphRunner
 
@@ -16,6 +17,7 @@ def open_engine(
     threads: int | None = None,
     device: int | None = None,
     keep_logits: bool = False,
+    native: bool | None = None,
 ) -> GraphRunner:
     """Load the graphs of a package for the back end that it was exported for.
 
@@ -24,6 +26,7 @@ def open_engine(
         threads: ONNX Runtime: threads inside an operator; None takes the number of usable cores.
         device: Ascend: which NPU, as ``npu-smi info`` counts; None takes the first.
         keep_logits: Keep the logits of each pass readable.
+        native: ONNX Runtime: run on the native kernels, or not; None where there are some.
 
     Returns:
         An engine; :func:`close_engine` gives back what it holds.
@@ -34,6 +37,8 @@ def open_engine(
         RequestError: An argument is not for this back end, or out of range.
     """
     if package.manifest.backend == "ascend":
+        if native is not None:
+            raise RequestError("native kernels are for packages that run on the CPU; leave it out")
         return _open_om(package, threads, device or 0, keep_logits)
     if device is not None:
         raise RequestError(
@@ -42,7 +47,27 @@ def open_engine(
         )
     from qwen_mtp.runtime.engine import Engine
 
-    return Engine(package, threads=threads, keep_logits=keep_logits)
+    return Engine(package, threads=threads, keep_logits=keep_logits, native=native)
+
+
+def kernels_of(engine: GraphRunner) -> str:
+    """What an engine computes with: ``native``, ``onnxruntime``, or ``ascend``."""
+    found = getattr(engine, "kernels", None)
+    if found is None:
+        return "ascend"
+    return "onnxruntime" if found.library is None else "native"
+
+
+def prepare_kernels(package: Package, native: bool | None, progress: Progress) -> None:
+    """Compile the native kernels in a phase of its own, where loading the package would do it."""
+    if native is False or package.manifest.native_file is None:
+        return
+    from qwen_mtp.runtime.native import find_kernels
+
+    if find_kernels(build=False).pending:
+        progress.phase("compiling the native kernels for this CPU, once")
+        find_kernels()
+        progress.done()
 
 
 def close_engine(engine: GraphRunner) -> None:

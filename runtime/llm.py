@@ -11,6 +11,7 @@ from typing import Any
 
 from qwen_mtp.errors import MissingExtraError, RequestError
 from qwen_mtp.runtime.closing import Closing
+from qwen_mtp.runtime.engines import kernels_of
 from qwen_mtp.runtime.limits import check_request
 from qwen_mtp.runtime.outputs import CompletionOutput, Delta, RequestOutput, StatsCounter
 from qwen_mtp.runtime.package import Package
@@ -51,6 +52,7 @@ class LLM(Closing):
         num_speculative_tokens: int | None = None,
         adaptive: bool = True,
         device: int | None = None,
+        native: bool | None = None,
         engine: GraphRunner | None = None,
     ) -> None:
         """Load a package.
@@ -66,6 +68,8 @@ class LLM(Closing):
                 acceptance; False always proposes all. Greedy text does not depend on it, and a
                 seed repeats its text either way.
             device: Ascend: which NPU, as ``npu-smi info`` counts; None takes the first.
+            native: ONNX Runtime: run on the native kernels of this machine, which may compile
+                them, or not; None where that can be.
             engine: What runs the graphs instead, made for the same package; it is the caller's
                 to close. ``InterpretedEngine`` runs those for Ascend without an NPU.
 
@@ -77,13 +81,14 @@ class LLM(Closing):
         """
         self.package = Package.open(package)
         if engine is not None:
-            _check_engine(self.package, engine, threads, device)
+            _check_engine(self.package, engine, threads=threads, device=device, native=native)
         self._session: Session | None = Session(
             self.package,
             threads=threads,
             num_speculative_tokens=num_speculative_tokens,
             adaptive=adaptive,
             device=device,
+            native=native,
             engine=engine,
         )
         self._text: Text | None = None
@@ -98,6 +103,11 @@ class LLM(Closing):
         session, self._session = self._session, None
         if session is not None:
             session.close()
+
+    @property
+    def kernels(self) -> str:
+        """What computes: ``native`` kernels, ``onnxruntime``, ``ascend``; empty once closed."""
+        return "" if self._session is None else kernels_of(self._session.engine)
 
     @property
     def text(self) -> Text:
@@ -259,10 +269,8 @@ class LLM(Closing):
         return self._session
 
 
-def _check_engine(
-    package: Package, engine: GraphRunner, threads: int | None, device: int | None
-) -> None:
-    for name, value in (("threads", threads), ("device", device)):
+def _check_engine(package: Package, engine: GraphRunner, **choices: int | None) -> None:
+    for name, value in choices.items():
         if value is not None:
             raise RequestError(f"{name} is {value}: the engine that is given has its own")
     if engine.package.manifest.graphs != package.manifest.graphs:

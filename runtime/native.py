@@ -2,34 +2,28 @@
 
 The kernels (``custom_ops/native``) are C++ without any dependency; they are compiled for exactly
 the CPU they run on and kept in the user's cache. Whoever has no compiler, or does not want them,
-runs the same graphs on ONNX Runtime's own operators.
+runs the same graphs on ONNX Runtime's own operators: nothing here raises.
 """
 
 import hashlib
 import os
+import shlex
 import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from time import perf_counter
 
-FLAGS = (
-    "-std=c++20",
-    "-O3",
-    "-ffp-contract=off",  # a product and a sum must round alike wherever they stand
-    "-fPIC",
-    "-shared",
-    "-fvisibility=hidden",
-    "-w",
-)
+from qwen_mtp.runtime.native_build import FLAGS, build_library
+from qwen_mtp.runtime.native_cache import Cache
+
 COMPILERS = ("c++", "g++", "clang++")
 SWITCH = "QWEN_MTP_NATIVE"
 CACHE = "QWEN_MTP_CACHE"
-LIMIT_S = 300
+ELSEWHERE = f"set {CACHE} to another directory"
+AGAIN = "qwen-mtp compile --force tries again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,42 +33,52 @@ class NativeKernels:
     Attributes:
         library: The compiled library, or None.
         reason: Why there is none, one line; empty where there is.
+        pending: Whether nothing but compiling is missing.
+        seconds: What compiling took, where it was done now.
     """
 
     library: Path | None
     reason: str = ""
+    pending: bool = False
+    seconds: float = 0.0
 
 
-def find_kernels(*, build: bool = True) -> NativeKernels:
-    """The compiled kernels of this machine.
+def find_kernels(*, build: bool = True, force: bool = False) -> NativeKernels:
+    """The compiled kernels of this machine, loaded once to see that they can be.
+
+    A library that is damaged or cannot be loaded is compiled again. A compiler that failed is not
+    asked again before it changes.
 
     Args:
         build: Compile them where they are not in the cache yet, which takes some seconds.
+        force: Compile them anew, whatever is there and whatever failed before.
 
     Returns:
         Their place, or why there are none: switched off by ``QWEN_MTP_NATIVE=0``, no compiler,
-        a compiler that fails, or nowhere to keep them.
+        a compiler that fails, or nowhere safe to keep them.
     """
     if os.environ.get(SWITCH) == "0":
         return NativeKernels(None, f"{SWITCH}=0 switches them off")
-    compiler = _compiler()
-    library = cache_directory() / f"kernels-{_digest(compiler)}.so"
-    if library.is_file():
-        return NativeKernels(library)
-    if compiler is None:
-        names = ", ".join(COMPILERS)
-        return NativeKernels(None, f"no C++ compiler ({names}) found; install g++ or set CXX")
-    if not build:
-        return NativeKernels(None, "not compiled yet; run qwen-mtp compile")
-    return _build(compiler, library)
+    try:
+        return _find(Cache(cache_directory()), build, force)
+    except OSError as error:
+        where = f"{os.fsdecode(error.filename)}: " if error.filename else ""
+        return NativeKernels(None, f"{where}{error.strerror or error}; {ELSEWHERE}")
 
 
 def cache_directory() -> Path:
-    """Where compiled kernels are kept: ``QWEN_MTP_CACHE``, else the user's cache directory."""
+    """Where compiled kernels are kept: ``QWEN_MTP_CACHE``, else the user's cache directory.
+
+    Raises:
+        OSError: There is no home directory to keep them in.
+    """
     own = os.environ.get(CACHE)
     if own:
         return Path(own)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError as error:
+        raise OSError("there is no home directory to keep compiled kernels in") from error
     return Path(base) / "qwen-mtp"
 
 
@@ -84,14 +88,60 @@ def sources() -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.suffix in (".cc", ".h"))
 
 
-@cache
-def _compiler() -> str | None:
-    named = os.environ.get("CXX")
-    return next(filter(None, map(shutil.which, (named,) if named else COMPILERS)), None)
+def find_compiler() -> tuple[str, ...]:
+    """The command that starts the C++ compiler, from ``CXX`` or of a usual name; empty if none."""
+    own = _own_compiler()
+    for names in (own,) if own else ((name,) for name in COMPILERS):
+        if (path := shutil.which(names[0])) is not None:
+            return (path, *names[1:])
+    return ()
 
 
-@cache
-def _digest(compiler: str | None) -> str:
+def _own_compiler() -> tuple[str, ...]:
+    named = os.environ.get("CXX", "")
+    try:
+        return tuple(shlex.split(named))
+    except ValueError:  # a quote that does not end
+        return (named,)
+
+
+def _find(cache: Cache, build: bool, force: bool) -> NativeKernels:
+    if distrust := cache.distrust():
+        return NativeKernels(None, f"{distrust}, or {ELSEWHERE}")
+    digest, compiler = _digest(), find_compiler()
+    if not force and (library := cache.library(digest)) is not None:
+        return NativeKernels(library)
+    if not compiler:
+        return NativeKernels(None, _no_compiler())
+    if not force and (failed := cache.failure(digest, compiler[0])):
+        return NativeKernels(None, f"{failed}; {AGAIN}")
+    if cache.noexec():
+        reason = f"{cache.directory}: its file system lets nothing run (noexec); {ELSEWHERE}"
+        return NativeKernels(None, reason)
+    if not build:
+        return NativeKernels(None, "not compiled yet; run qwen-mtp compile", pending=True)
+    return _build(cache, digest, compiler)
+
+
+def _build(cache: Cache, digest: str, compiler: Sequence[str]) -> NativeKernels:
+    start = perf_counter()
+    with cache.workplace() as place:
+        failed = build_library(compiler, sources(), place)
+        if not failed:
+            library, failed = cache.keep(place.library, digest)
+    if failed:
+        cache.note_failure(digest, compiler[0], failed)
+        return NativeKernels(None, failed)
+    return NativeKernels(library, seconds=perf_counter() - start)
+
+
+def _no_compiler() -> str:
+    if own := _own_compiler():
+        return f"CXX names {own[0]}, which is not there; give a C++ compiler or unset it"
+    return f"no C++ compiler ({', '.join(COMPILERS)}) found; install g++ or set CXX"
+
+
+def _digest() -> str:
     """One name for sources, flags and processor: another of any is another library."""
     whole = hashlib.sha256("\0".join((*FLAGS, *_processor())).encode())
     for path in sources():
@@ -102,40 +152,9 @@ def _digest(compiler: str | None) -> str:
 def _processor() -> Sequence[str]:
     """What ``-march=native`` depends on: architecture and instruction sets."""
     lines = [os.uname().machine]
-    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
         for line in file:
             name, _, value = line.partition(":")
             if name.strip() in ("flags", "Features"):
                 return [*lines, *sorted(value.split())]
     return lines
-
-
-def _build(compiler: str, library: Path) -> NativeKernels:
-    try:
-        library.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(suffix=".so", prefix=".kernels-", dir=library.parent)
-        os.close(handle)
-    except OSError as error:
-        where = f"{library.parent}: {error.strerror}"
-        return NativeKernels(None, f"{where}; set {CACHE} to a directory that can be written")
-    try:
-        failed = _compile(compiler, Path(name))
-        if failed:
-            return NativeKernels(None, failed)
-        os.replace(name, library)  # two processes may build at once: either result serves
-    finally:
-        Path(name).unlink(missing_ok=True)
-    return NativeKernels(library)
-
-
-def _compile(compiler: str, target: Path) -> str:
-    """Compile into ``target``; what went wrong, or nothing."""
-    units = [str(path) for path in sources() if path.suffix == ".cc"]
-    tune = "-mcpu=native" if os.uname().machine == "aarch64" else "-march=native"
-    command = [compiler, *FLAGS, tune, "-o", str(target), *units]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{compiler} did not finish: {error}"
-    lines = [line for line in done.stderr.splitlines() if "error" in line] or ["no message"]
-    return "" if done.returncode == 0 else f"{compiler} fails: {lines[0].strip()}"

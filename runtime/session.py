@@ -79,6 +79,7 @@ class Session(Closing):
         adaptive: bool = False,
         keep_logits: bool = False,
         device: int | None = None,
+        native: bool | None = None,
         engine: GraphRunner | None = None,
     ) -> None:
         """Load the package.
@@ -92,9 +93,11 @@ class Session(Closing):
             adaptive: At most so many: as many as pay, chosen each round.
             keep_logits: Keep the logits of each pass readable in ``engine``.
             device: Ascend: which NPU, as ``npu-smi info`` counts; None takes the first.
+            native: ONNX Runtime: run on the native kernels of this machine, which may compile
+                them, or not; None where that can be.
             engine: What runs the graphs of this package and holds no sequences of another
-                session; ``threads``, ``keep_logits`` and ``device`` are its own then, and it is
-                not closed here. None loads one.
+                session; ``threads``, ``keep_logits``, ``device`` and ``native`` are its own then,
+                and it is not closed here. None loads one.
 
         Raises:
             MissingExtraError: Ascend: CANN's module ``acl`` cannot be imported.
@@ -105,7 +108,7 @@ class Session(Closing):
         k = chosen_lookahead(geometry, num_speculative_tokens)
         self.package, self.lookahead = package, k
         self.engine: GraphRunner = engine or open_engine(
-            package, threads=threads, device=device, keep_logits=keep_logits
+            package, threads=threads, device=device, keep_logits=keep_logits, native=native
         )
         self._owns_engine = engine is None
         self.times = StepTimes()

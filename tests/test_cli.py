@@ -168,7 +168,7 @@ def test_overwriting_replaces_a_package_also_behind_a_link(tmp_path: Path) -> No
 def test_help_names_every_option_of_every_command() -> None:
     commands = {(): main, **{(name,): one for name, one in main.commands.items()}}
     names = {name for path in commands for name in path}
-    assert names == {"export", "inspect", "verify", "run", "bench"}
+    assert names == {"export", "inspect", "verify", "run", "bench", "compile", "doctor"}
     everything = [export_command, *main.commands.values()]
     options = [o for one in everything for o in one.params if isinstance(o, click.Option)]
     assert [option.name for option in options if not option.help] == []
@@ -328,6 +328,7 @@ def test_the_json_of_run_has_exactly_its_keys() -> None:
     shown = parsed(result.stdout)
     assert list(shown) == [
         "prompt_token_ids", "token_ids", "text", "finish_reason", "stop_reason", "seed", "stats",
+        "kernels",
     ]  # fmt: skip
     assert list(shown["stats"]) == [
         "target_passes", "tokens_per_pass", "drafted", "accepted", "rounds_by_drafts",

@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("custom_ops", "export", "ge", "graphs", "runtime")
+OWN = ("bench", "doctor")  # folders of qwen_mtp that are no links
 HEAVY = ("torch", "onnx", "onnx_ir", "onnxscript", "transformers", "scipy")
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
@@ -56,6 +57,9 @@ def test_the_heavy_packages_are_seen_where_they_are_loaded() -> None:
 def test_the_listed_packages_are_the_folders_of_the_tree() -> None:
     inits = [path.parent for folder in FOLDERS for path in python_files(folder)]
     found = {"qwen_mtp", *(".".join(("qwen_mtp", *p.relative_to(ROOT).parts)) for p in inits)}
+    found |= {f"qwen_mtp.{folder}" for folder in OWN}
+    own = {path.parent.name for path in (ROOT / "qwen_mtp").glob("*/__init__.py")}
+    assert own == {*FOLDERS, *OWN}
     assert set(PYPROJECT["tool"]["setuptools"]["packages"]) == found
     mapped = PYPROJECT["tool"]["setuptools"]["package-dir"]
     assert mapped == {f"qwen_mtp.{folder}": folder for folder in FOLDERS}
@@ -72,6 +76,7 @@ def test_a_link_says_where_the_sub_package_is(folder: str) -> None:
 
 def test_no_source_file_is_longer_than_400_lines() -> None:
     files = [*python_files(*FOLDERS, "tests", "examples"), *(ROOT / "qwen_mtp").glob("*.py")]
+    files += [path for folder in OWN for path in (ROOT / "qwen_mtp" / folder).glob("*.py")]
     lengths = {p.relative_to(ROOT): len(p.read_bytes().splitlines()) for p in files}
     assert {path: lines for path, lines in lengths.items() if lines > 400} == {}
 

@@ -19,6 +19,7 @@ from qwen_mtp.bench.traffic import mtp_share, plain_traffic
 from qwen_mtp.graphs.weights import file_bytes
 from qwen_mtp.progress import Progress, Silent
 from qwen_mtp.runtime.engine import Engine
+from qwen_mtp.runtime.engines import prepare_kernels
 from qwen_mtp.runtime.package import Package
 from qwen_mtp.runtime.runner import GraphRunner
 from qwen_mtp.runtime.session import Session
@@ -51,9 +52,10 @@ def run_bench(
     package = Package.open(directory)
     plan = plan_bench(package, options)
     threads = options.threads or usable_cores()
+    prepare_kernels(package, options.native, progress)
     before = usage()
     progress.phase("bench load")
-    engine, first = _load(directory, threads)
+    engine, first = _load(directory, threads, options.native)
     memory, reference = _occupy(engine, plan, before, first, progress)
     with _metered(threads) as meter:
         machine = describe_machine(threads, engine.kernels)
@@ -61,15 +63,17 @@ def run_bench(
     del engine
     gc.collect()  # a second load beside the first would not be the load of a server
     progress.phase("bench load again")
-    warm = _load(directory, threads)[1]
+    warm = _load(directory, threads, options.native)[1]
     progress.done()
     return replace(found, memory=replace(memory, warm_load_s=warm))
 
 
-def _load(directory: str | PathLike[str], threads: int) -> tuple[Engine, float]:
+def _load(
+    directory: str | PathLike[str], threads: int, native: bool | None
+) -> tuple[Engine, float]:
     """An engine, and the seconds it took from the path on; libraries are imported already."""
     start = perf_counter()
-    engine = Engine(Package.open(directory), threads=threads)
+    engine = Engine(Package.open(directory), threads=threads, native=native)
     return engine, perf_counter() - start
 
 

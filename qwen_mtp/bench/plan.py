@@ -67,6 +67,7 @@ class BenchOptions:
         threads: Threads inside an operator; None takes the number of usable cores.
         tokens: Tokens a run generates; None takes 48, or what fits.
         repeat: Runs of each kind.
+        native: Run on the native kernels, or not; None takes what a run would take.
     """
 
     prompt: str | Sequence[int] | None = None
@@ -77,6 +78,7 @@ class BenchOptions:
     threads: int | None = None
     tokens: int | None = None
     repeat: int = 3
+    native: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

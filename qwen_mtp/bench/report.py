@@ -229,7 +229,7 @@ class BenchReport:
 
 def document(report: BenchReport) -> dict[str, Any]:
     """The JSON of a report: fields and properties by name, and the speed-ups of every run."""
-    found: dict[str, Any] = _plain(report)
+    found: dict[str, Any] = as_plain(report)
     for group in ("text", "forced", "slots"):
         for entry, run in zip(found[group], getattr(report, group), strict=True):
             entry["speedup"] = report.speedup(run)
@@ -238,11 +238,12 @@ def document(report: BenchReport) -> dict[str, Any]:
     return found
 
 
-def _plain(value: Any) -> Any:
+def as_plain(value: Any) -> Any:
+    """Fields and properties of a dataclass by name, for JSON."""
     if isinstance(value, tuple):
-        return [_plain(item) for item in value]
+        return [as_plain(item) for item in value]
     if not is_dataclass(value):
         return value
     names = [field.name for field in fields(value)]
     names += [name for name, item in vars(type(value)).items() if isinstance(item, property)]
-    return {name: _plain(getattr(value, name)) for name in names}
+    return {name: as_plain(getattr(value, name)) for name in names}

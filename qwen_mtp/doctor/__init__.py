@@ -1,0 +1,1 @@
+"""What this machine can do for a package: ``qwen-mtp doctor``."""
