@@ -15,7 +15,7 @@
 namespace qwen_mtp {
 
 // Weights a task reads: large enough to hide the start of a task, small enough to share evenly.
-constexpr int64_t kTaskBytes = 64 << 10;
+constexpr int64_t kTaskBytes = 256 << 10;
 constexpr int kTileRows = 6;  // rows that meet a weight while it is in a register
 constexpr int kTileOutputs = 4;
 
