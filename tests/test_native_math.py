@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.native import SOURCES, library, native_session
+from qwen_mtp.runtime.native import sources
+from tests.native import library, native_session
 from tests.operators import Array, normal, same_bits
 from tests.packages import scratch
 
@@ -83,7 +84,7 @@ def _functions(machine: str) -> Any:
     source, binary = scratch() / "functions.cc", scratch() / f"functions-{machine}.so"
     source.write_text("\n".join(lines))
     flags = ["-std=c++20", "-O2", f"-march={machine}", "-ffp-contract=off", "-fPIC", "-shared"]
-    command = ["g++", *flags, "-w", f"-I{SOURCES}", "-o", str(binary), str(source)]
+    command = ["c++", *flags, "-w", f"-I{sources()[0].parent}", "-o", str(binary), str(source)]
     subprocess.run(command, check=True, capture_output=True)
     loaded = ctypes.CDLL(str(binary))
 

@@ -192,7 +192,8 @@ class Head {
     const int64_t dim = s_.value_dim, at = s_.channels() + h * dim;
     const float* o = outputs_ + t * dim;
     const float* z = rows_.qkvz + t * (s_.channels() + s_.value_size()) + at;
-    const float* later = z + std::min(kAhead, rows_.count - 1 - t) * (s_.channels() + s_.value_size());
+    const int64_t ahead = std::min(kAhead, rows_.count - 1 - t);
+    const float* later = z + ahead * (s_.channels() + s_.value_size());
     float* out = rows_.out + t * s_.value_size() + h * dim;
     vec::Floats total = vec::fill(0.0f);
     for (int64_t c = 0; c < dim; c += vec::kLanes) {
