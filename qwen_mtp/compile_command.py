@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from qwen_mtp.checks_report import one_line
 from qwen_mtp.console import end_on_signals, errors_as_lines, print_json, reporter
 from qwen_mtp.errors import RequestError
 from qwen_mtp.options import DIRECTORY, json_option, quiet_option
@@ -99,12 +100,16 @@ def _prove(library: Path) -> None:
     """Multiply on the kernels: an instruction this CPU lacks ends the process here and now.
 
     Raises:
-        RequestError: A row does not keep its bits.
+        RequestError: They cannot be run, or a row does not keep its bits.
     """
     from qwen_mtp.doctor.products import Probe, ProbeShape, some_weights
 
     shape = ProbeShape("int8", 1, 64)
-    if wrong := Probe(shape, some_weights(shape.nbytes), 1, library).difference((2,)):
+    try:
+        wrong = Probe(shape, some_weights(shape.nbytes), 1, library).difference((2,))
+    except Exception as error:  # the runtime's own exceptions share no base class
+        wrong = one_line(error)
+    if wrong:
         raise RequestError(f"native kernels: {wrong}; set QWEN_MTP_NATIVE=0 and report it")
 
 

@@ -182,7 +182,10 @@ class _Run:
 
 
 def _kernels(engine: Engine) -> str:
-    return "ONNX Runtime's kernels" if engine.kernels.library is None else "native kernels"
+    if engine.kernels.library is not None:
+        return "native kernels"
+    asked = engine.package.manifest.native_file is not None and engine.kernels.reason
+    return f"ONNX Runtime's kernels{f' ({asked})' if asked else ''}"
 
 
 def _missing_files(root: Path) -> Check | None:

@@ -29,6 +29,7 @@ from qwen_mtp.golden import write_golden
 from qwen_mtp.graphs.manifest import MANIFEST, load_manifest
 from qwen_mtp.graphs.spec import Geometry
 from qwen_mtp.progress import Silent
+from qwen_mtp.runtime.native import find_kernels
 from qwen_mtp.runtime.session import Session
 from qwen_mtp.verify import Report, record_verification, verify_package
 from tests.packages import package, random_checkpoint, scratch
@@ -206,12 +207,16 @@ def test_a_file_that_is_not_listed_fails_by_name_and_the_rest_still_runs(own: Pa
     assert [check.name for check in report.checks] == RUN
 
 
-def test_a_model_that_does_not_load_is_a_failed_check(own: Path) -> None:
-    (own / "model.onnx").write_bytes(b"not a model")
-    relist(own, "model.onnx")
-    report = verified(own)
+@pytest.mark.parametrize(("name", "native"), [("model.onnx", False), ("model.native.onnx", True)])
+def test_a_model_that_does_not_load_is_a_failed_check(own: Path, name: str, native: bool) -> None:
+    if native and find_kernels().library is None:
+        pytest.skip("no native kernels")
+    (own / name).write_bytes(b"not a model")
+    relist(own, name)
+    report = verify_package(own, threads=1, native=native)
     assert list(failed(report)) == ["load"]
     assert "\n" not in failed(report)["load"]
+    assert name in failed(report)["load"]
 
 
 @pytest.mark.parametrize(

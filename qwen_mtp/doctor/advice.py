@@ -12,7 +12,7 @@ TYPICAL, MOST_DRAFTS = 0.7, 7
 FORMATS = ("int8", "int4", "fp32")
 _STATE_BYTES = 300e6  # interpreter, state, graphs
 _RESIDENT = {"int8": 1.3, "int4": 1.6, "fp32": 1.3}  # over the file, where weights are packed
-_WORTH = 1.1  # what another format must gain to be worth its accuracy
+_WORTH = 1.25  # what another format must gain to be worth its accuracy
 _TIE = 1.05
 _FEWER = 1.15  # what fewer threads must gain: more of them also compute more
 
@@ -87,8 +87,8 @@ def choose_format(
 ) -> tuple[ProductCost | None, str]:
     """The format, with the kernels to use, and why.
 
-    int8, unless it does not fit, its rows do not keep their bits or another format is faster by a
-    tenth. None where no format keeps the bits of a row.
+    int8, unless it does not fit, its rows do not keep their bits or int4 is faster by a
+    quarter. None where no format keeps the bits of a row.
     """
     best = [cost for f in FORMATS if (cost := choose_kernels(costs, f)) is not None]
     fit = [cost for cost in best if needs_bytes(cost, shape) <= (environment.free_bytes or 1e18)]
@@ -149,8 +149,9 @@ def vocabulary_line(shape: ModelShape, format: str, rows: int) -> Recommendation
     """The rows of the drafter's output head."""
     whole = 3 * shape.draft_weights(format, shape.vocabulary) / shape.weights
     if rows == 0:
+        small = "too few to cut; " if whole > 0.3 else ""
         reason = (
-            f"three drafts with all {shape.vocabulary} rows read {whole:.2f} of a token's bytes"
+            f"{small}three drafts with all {shape.vocabulary} rows read {whole:.2f} of a token"
         )
         return Recommendation("draft vocabulary", "all (0)", reason)
     cut = 3 * shape.draft_weights(format, rows) / shape.weights

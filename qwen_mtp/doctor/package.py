@@ -94,7 +94,7 @@ def measure_package(
         name=package.directory.resolve().name,
         format=geometry.format,
         lookaheads=geometry.lookaheads,
-        draft_rows=getattr(geometry, "draft_vocab", 0),
+        draft_rows=geometry.draft_vocab,
         context=context,
         shape=shape_of(manifest),
         costs=measure(package, threads, context, progress),
@@ -192,6 +192,7 @@ def _checked(found: _Loaded, passes: Passes, progress: Progress) -> PackageCost:
 def _after_a_pause(action: Action) -> float:
     """Let the threads of another engine come to rest, which wait for more work for a while."""
     sleep(PAUSE_S)
+    action()  # wakes the own ones
     return action()
 
 

@@ -169,7 +169,7 @@ class Probe:
                 yield Node("Gemm", (x, f"w{i}"), y, attributes={"transB": 1})
             elif self.native:
                 kind = {"int8": "LinearInt8", "int4": "LinearInt4"}[self.shape.format]
-                yield Node(kind, (x, f"w{i}", f"s{i}"), y, NAMESPACE, {"M": rows, **sizes})
+                yield Node(kind, (x, f"w{i}", f"s{i}"), y, NAMESPACE, {"M": rows, "B": 0, **sizes})
             elif self.shape.format == "int4":
                 blocks = {"bits": 4, "block_size": BLOCK, "accuracy_level": 4}
                 yield Node("MatMulNBits", (x, f"w{i}", f"s{i}"), y, MICROSOFT, sizes | blocks)
