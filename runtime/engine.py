@@ -12,6 +12,7 @@ pools: they read copies of the others.
 """
 
 import ctypes
+import hashlib
 import math
 import mmap
 import os
@@ -75,7 +76,8 @@ class Engine:
                 can be compiled. They read the weights where they lie, so nothing is packed.
 
         Raises:
-            PackageError: ONNX Runtime refuses a model.
+            PackageError: ONNX Runtime refuses a model. One for native kernels that is as it was
+                written is only refused if they were asked for.
             RequestError: ``threads`` is not a positive number, or ``native`` cannot be.
         """
         if threads is not None and threads < 1:
@@ -90,7 +92,7 @@ class Engine:
         try:
             self._sessions = self._load(threads)
         except PackageError as error:
-            if native or self.kernels.library is None:
+            if native or self.kernels.library is None or not self._native_is_whole():
                 raise
             self.kernels = NativeKernels(None, str(error))  # a package of another release
             self._sessions = self._load(threads)
@@ -130,6 +132,13 @@ class Engine:
         if self.kernels.library is not None:
             return self.package.directory / str(manifest.native_file)
         return self.package.directory / manifest.model_path(graph)
+
+    def _native_is_whole(self) -> bool:
+        """Whether the native model is the one that was written: damage is no reason to run on."""
+        manifest = self.package.manifest
+        (listed,) = (file for file in manifest.files if file.path == manifest.native_file)
+        data = (self.package.directory / listed.path).read_bytes()
+        return hashlib.sha256(data).hexdigest() == listed.sha256
 
     def _settle_pages(self) -> None:
         """Map the weight file for native kernels, or give it back to the page cache.

@@ -193,9 +193,9 @@ def _late_write(patch: pytest.MonkeyPatch) -> None:
     """Keys and values of rejected rows land after the next round instead of in their own."""
     real = Session._commit
 
-    def commit(self: Session, graph: str, proposals: Any) -> Any:
+    def commit(self: Session, graph: str, *rest: Any) -> Any:
         late = getattr(self, "_late", [])
-        results = real(self, graph, proposals)
+        results = real(self, graph, *rest)
         for name, at, values in late:
             self.engine.state(name)[:, at] = values
         self._late = []  # type: ignore[attr-defined]

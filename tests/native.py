@@ -3,6 +3,7 @@
 import subprocess
 from collections.abc import Callable, Mapping
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,9 @@ import onnxruntime as ort
 import pytest
 
 from qwen_mtp.custom_ops.operator import NAMESPACE
-from qwen_mtp.runtime.native import FLAGS, find_kernels, sources
-from tests.packages import scratch
+from qwen_mtp.runtime.native import cache_directory, find_compiler, find_kernels, sources
+from qwen_mtp.runtime.native_build import FLAGS
+from qwen_mtp.runtime.native_cache import Cache
 
 Array = np.ndarray
 Run = Callable[..., list[Array]]
@@ -20,16 +22,30 @@ Run = Callable[..., list[Array]]
 
 @cache
 def library(machine: str = "native") -> Path:
-    """The kernels for a ``-march``; skips the test where there is no compiler."""
+    """The kernels for a ``-march``; skips the test where there is no compiler.
+
+    Those for another machine than this one are kept beside the product's, whole and by what they
+    are made of, so that all processes of all runs compile them once: -O1 keeps every rounding.
+    """
     found = find_kernels()
     if found.library is None:
         pytest.skip(found.reason)
     if machine == "native":
         return found.library
-    path = scratch() / f"kernels-{machine}.so"
-    units = [str(file) for file in sources() if file.suffix == ".cc"]
-    command = ["c++", *FLAGS, f"-march={machine}", "-o", str(path), *units]
-    subprocess.run(command, check=True, capture_output=True)
+    kept = Cache(cache_directory() / "tests")
+    flags = (*FLAGS, f"-march={machine}", "-O1", "-shared")
+    made_of = [" ".join(flags).encode(), *(path.read_bytes() for path in sources())]
+    digest = sha256(b"\0".join(made_of)).hexdigest()[:16]
+    return kept.library(digest) or _compiled(kept, digest, flags)
+
+
+def _compiled(kept: Cache, digest: str, flags: tuple[str, ...]) -> Path:
+    units = [path for path in sources() if path.suffix == ".cc"]
+    with kept.workplace() as place:
+        command = [*find_compiler(), *flags, "-o", str(place.library), *map(str, units)]
+        subprocess.run(command, check=True, capture_output=True)
+        path, failed = kept.keep(place.library, digest)
+    assert not failed, failed
     return path
 
 

@@ -22,6 +22,7 @@ from tests.commands import (
     verified_package,
     with_value,
 )
+from tests.native import library
 
 AGAIN = "export the checkpoint again"
 
@@ -40,9 +41,8 @@ def manifest_change(path: tuple[Any, ...], value: Any) -> Callable[[Path], objec
     return change
 
 
-def garbage_model(package: Path) -> None:
-    size = (package / "model.onnx").stat().st_size
-    (package / "model.onnx").write_bytes(np.random.default_rng(0).bytes(size))
+def garbage(path: Path) -> None:
+    path.write_bytes(np.random.default_rng(0).bytes(path.stat().st_size))
 
 
 PACKAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
@@ -53,7 +53,7 @@ PACKAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "binary": (lambda p: (p / MANIFEST).write_bytes(b'{"a": "\xff"}'), ["manifest.json: ", AGAIN]),
     "version": (
         manifest_change(("format_version",), 9),
-        ["format_version is 9", "reads 1", AGAIN],
+        ["format_version is 9", "reads 2", AGAIN],
     ),
     "backend": (manifest_change(("backend",), "cuda"), ["backend is 'cuda'", AGAIN]),
     "extra": (manifest_change(("mood",), 1), ["manifest.json: ", "mood", AGAIN]),
@@ -76,10 +76,6 @@ PACKAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         ["weights is (), must not be empty", AGAIN],
     ),
     "weight overlap": (manifest_change(("weights", 1, "offset"), 0), ["weights: ", "overlaps"]),
-    "weight shape": (
-        manifest_change(("weights", 0, "shape"), [2048 * 32]),
-        ["model.onnx: prefill stopped (", "run qwen-mtp verify"],
-    ),
     "outside": (manifest_change(("files", 0, "path"), "../x"), ["../x lies outside the package"]),
     "absolute": (manifest_change(("files", 0, "path"), "/x"), ["/x lies outside the package"]),
     "unlisted": (manifest_change(("model_file",), "other.onnx"), ["does not list other.onnx"]),
@@ -91,7 +87,6 @@ PACKAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         lambda p: os.truncate(p / "weights.bin", 4096),
         ["weights.bin: 4096 bytes, the manifest says", AGAIN],
     ),
-    "garbage model": (garbage_model, ["model.onnx: ONNX Runtime", "refuses it", AGAIN]),
 }
 
 
@@ -104,6 +99,33 @@ def test_a_damaged_package_is_refused_by_name_and_not_repaired(tmp_path: Path, c
         refused(run(package), 1, str(package), *fragments)
 
 
+def test_a_weight_of_another_shape_stops_the_graph_by_name(tmp_path: Path) -> None:
+    package = package_copy(tmp_path)
+    manifest_change(("weights", 0, "shape"), [2048 * 32])(package)
+    with untouched(tmp_path):
+        stopped = run(package, "--no-native")  # native kernels know the shapes themselves
+        refused(stopped, 1, "model.onnx: prefill stopped (", "run qwen-mtp verify")
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("model.onnx", "--no-native"),
+        ("model.native.onnx", "--native"),
+        ("model.native.onnx", "-q"),
+    ],
+)
+def test_a_garbage_model_is_refused_and_not_replaced_by_the_other(
+    tmp_path: Path, name: str, option: str
+) -> None:
+    if name == "model.native.onnx":
+        library()  # skips where there is no compiler
+    package = package_copy(tmp_path)
+    garbage(package / name)
+    with untouched(tmp_path):
+        refused(run(package, option), 1, f"{name}: ONNX Runtime", "refuses it", AGAIN)
+
+
 def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
     package = package_copy(tmp_path)
     data = (package / "tokenizer.json").read_bytes()
@@ -112,7 +134,9 @@ def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
     refused(qwen_mtp("verify", package, "-q"), 3, "tokenizer.json: sha256 differs")
 
 
-@pytest.mark.parametrize("name", ["model.onnx", "weights.bin", "golden.npz", "config.json"])
+@pytest.mark.parametrize(
+    "name", ["model.onnx", "model.native.onnx", "weights.bin", "golden.npz", "config.json"]
+)
 def test_verify_notices_a_flipped_byte_in_any_file(tmp_path: Path, name: str) -> None:
     package = package_copy(tmp_path)
     flip(package / name, 40)
