@@ -34,17 +34,17 @@ struct QuantizedRows {
   int64_t stride;
 };
 
-QuantizedRows quantize(const float* x, const LiveRows& live, int64_t inputs) {
+QuantizedRows quantize(const Context& context, const float* x, const LiveRows& live, int64_t inputs) {
   const int64_t stride = padded(inputs);
-  QuantizedRows q{scratch<uint8_t>(0, live.count * stride), scratch<float>(1, live.count), stride};
-  for (int64_t m = 0; m < live.count; ++m) {
+  const QuantizedRows q{scratch<uint8_t>(0, live.count * stride), scratch<float>(1, live.count), stride};
+  live.each(context, inputs, [&](int64_t m) {
     const float* row = x + live.index[m] * inputs;
     uint8_t* out = q.values + m * stride;
     const float scale = magnitude(row, inputs) / 127.0f;
     q.scales[m] = scale;
-    if (!(scale > 0.0f)) {  // zeros, or a NaN that the scale carries on
+    if (!(scale > 0.0f)) {  // a NaN, which the scale carries on
       std::memset(out, 128, stride);
-      continue;
+      return;
     }
     int64_t k = 0;
 #ifdef QWEN_MTP_VNNI
@@ -57,7 +57,7 @@ QuantizedRows quantize(const float* x, const LiveRows& live, int64_t inputs) {
 #endif
     for (; k < inputs; ++k) out[k] = static_cast<uint8_t>(static_cast<int>(std::nearbyint(row[k] / scale)) + 128);
     std::memset(out + inputs, 128, stride - inputs);
-  }
+  });
   return q;
 }
 
@@ -183,7 +183,7 @@ LinearInt8::LinearInt8(const Attributes& a)
 void LinearInt8::run(const Context& context) const {
   const float* x = context.input<float>(0);
   const LiveRows live(x, rows_, inputs_);
-  const QuantizedRows q = quantize(x, live, inputs_);
+  const QuantizedRows q = quantize(context, x, live, inputs_);
   const Product8 product{q, live, context.input<int8_t>(1), context.input<float>(2),
                          output(context, batch_, rows_, outputs_), inputs_, outputs_};
   share(context, product, inputs_);

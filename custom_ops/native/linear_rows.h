@@ -16,6 +16,7 @@ namespace qwen_mtp {
 
 // Weights a task reads: large enough to hide the start of a task, small enough to share evenly.
 constexpr int64_t kTaskBytes = 256 << 10;
+constexpr int64_t kTaskValues = 32 << 10;  // values to round that are worth a task
 constexpr int kTileRows = 6;  // rows that meet a weight while it is in a register
 constexpr int kTileOutputs = 4;
 
@@ -51,6 +52,18 @@ struct LiveRows {
       if (std::any_of(row, row + inputs, [](float v) { return v != 0.0f; })) live[count++] = static_cast<int32_t>(m);
     }
     index = live;
+  }
+
+  // Calls `row(m)` for m < count, on several threads where there is enough to do.
+  template <class Row>
+  void each(const Context& context, int64_t inputs, const Row& row) const {
+    const int64_t step = std::max<int64_t>(1, kTaskValues / inputs), tasks = (count + step - 1) / step;
+    if (count > 0) {
+      context.parallel(tasks, [&](size_t i) {
+        const int64_t first = static_cast<int64_t>(i) * step;
+        for (int64_t m = first; m < std::min(count, first + step); ++m) row(m);
+      });
+    }
   }
 
   // Zeros for the other rows, in columns first .. last - 1 of `[all, outputs]`.
