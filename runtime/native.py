@@ -5,16 +5,20 @@ the CPU they run on and kept in the user's cache. Whoever has no compiler, or do
 runs the same graphs on ONNX Runtime's own operators: nothing here raises.
 """
 
+import ctypes
 import hashlib
 import os
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from time import perf_counter
+
+import numpy as np
+import numpy.typing as npt
 
 from qwen_mtp.runtime.native_build import FLAGS, build_library
 from qwen_mtp.runtime.native_cache import Cache
@@ -64,6 +68,18 @@ def find_kernels(*, build: bool = True, force: bool = False) -> NativeKernels:
     except OSError as error:
         where = f"{os.fsdecode(error.filename)}: " if error.filename else ""
         return NativeKernels(None, f"{where}{error.strerror or error}; {ELSEWHERE}")
+
+
+def memory_reader(kernels: NativeKernels) -> Callable[[npt.NDArray[np.float32]], object]:
+    """What reads an array once, for measuring how fast memory is; threads may do so side by side.
+
+    Without the kernels it is the maximum, which NumPy computes nearly as fast as it reads.
+    """
+    if kernels.library is None:
+        return np.max
+    read = ctypes.CDLL(str(kernels.library)).qwen_mtp_read  # ctypes lets other threads run
+    read.argtypes, read.restype = (ctypes.c_void_p, ctypes.c_int64), ctypes.c_uint64
+    return lambda part: read(part.ctypes.data, part.nbytes)
 
 
 def cache_directory() -> Path:

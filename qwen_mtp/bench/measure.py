@@ -20,6 +20,7 @@ from qwen_mtp.graphs.weights import file_bytes
 from qwen_mtp.progress import Progress, Silent
 from qwen_mtp.runtime.engine import Engine
 from qwen_mtp.runtime.engines import prepare_kernels
+from qwen_mtp.runtime.native import NativeKernels, find_kernels
 from qwen_mtp.runtime.package import Package
 from qwen_mtp.runtime.runner import GraphRunner
 from qwen_mtp.runtime.session import Session
@@ -57,7 +58,7 @@ def run_bench(
     progress.phase("bench load")
     engine, first = _load(directory, threads, options.native)
     memory, reference = _occupy(engine, plan, before, first, progress)
-    with _metered(threads) as meter:
+    with _metered(threads, options.native) as meter:
         machine = describe_machine(threads, engine.kernels)
         found = _Measurement(engine, plan, reference, meter, progress).report(machine, memory)
     del engine
@@ -102,8 +103,10 @@ def _occupy(
 
 
 @contextmanager
-def _metered(threads: int) -> Iterator[ReadMeter]:
-    meter = ReadMeter(threads)
+def _metered(threads: int, native: bool | None) -> Iterator[ReadMeter]:
+    meter = ReadMeter(
+        threads, NativeKernels(None) if native is False else find_kernels(build=False)
+    )
     try:
         yield meter
     finally:

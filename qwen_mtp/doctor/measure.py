@@ -54,8 +54,9 @@ def examine(
     count = threads or environment.threads
     progress.phase("memory")
     memory = some_weights(_size(environment))
+    kernels = find_kernels(build=False)
     bandwidths = tuple(
-        Bandwidth(threads=n, speed=read_speed(memory, n)) for n in sorted({1, count})
+        Bandwidth(threads=n, speed=read_speed(memory, n, kernels)) for n in sorted({1, count})
     )
     costs = tuple(_products(environment, memory, count, progress))
     del memory

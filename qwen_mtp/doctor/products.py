@@ -226,14 +226,16 @@ def in_turn(actions: Sequence[Callable[[], float]], rounds: int) -> list[Samples
     return [Samples.of(values) for values in zip(*taken, strict=True)]
 
 
-def read_speed(memory: npt.NDArray[np.uint8], threads: int, rounds: int = 5) -> float:
+def read_speed(
+    memory: npt.NDArray[np.uint8], threads: int, kernels: NativeKernels, rounds: int = 5
+) -> float:
     """GB a second at which so many threads read the memory; the best of several rounds."""
     parts = np.array_split(memory[: len(memory) // 4 * 4].view(np.float32), threads)
-    spent = []
+    read, spent = memory_reader(kernels), []
     with ThreadPoolExecutor(threads) as pool:
         for _ in range(rounds):
             start = perf_counter()
-            for _ in pool.map(np.max, parts):  # what NumPy computes as fast as it reads
+            for _ in pool.map(read, parts):
                 pass
             spent.append(perf_counter() - start)
     return memory.nbytes / min(spent) / 1e9
