@@ -2,6 +2,7 @@
 
 import subprocess
 from collections.abc import Callable, Mapping
+from fcntl import LOCK_EX, flock
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -41,7 +42,11 @@ def library(machine: str = "native") -> Path:
 
 def _compiled(kept: Cache, digest: str, flags: tuple[str, ...]) -> Path:
     units = [path for path in sources() if path.suffix == ".cc"]
-    with kept.workplace() as place:
+    kept.directory.mkdir(parents=True, exist_ok=True)
+    with open(kept.directory / "lock", "w") as lock, kept.workplace() as place:
+        flock(lock, LOCK_EX)
+        if (there := kept.library(digest)) is not None:
+            return there
         command = [*find_compiler(), *flags, "-o", str(place.library), *map(str, units)]
         subprocess.run(command, check=True, capture_output=True)
         path, failed = kept.keep(place.library, digest)

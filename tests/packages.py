@@ -9,9 +9,11 @@ from tempfile import mkdtemp
 from typing import Any, TypeAlias
 
 import numpy as np
+from msgspec.structs import replace
 
-from qwen_mtp.export.package import staged, write_package
+from qwen_mtp.export.package import file_entry, staged, write_package
 from qwen_mtp.export.plan import plan_export
+from qwen_mtp.graphs.manifest import load_manifest
 from qwen_mtp.graphs.spec import Geometry
 from qwen_mtp.progress import Silent
 from qwen_mtp.runtime.package import Package
@@ -58,6 +60,14 @@ def random_part(format: str, count: int) -> tuple[Ids, Package]:
     ids = np.random.default_rng(3).choice(256, count, replace=False)
     chosen = tuple(np.sort(ids).tolist())
     return chosen, package(two_layers(), format=format, max_model_len=64, draft_ids=chosen)
+
+
+def relist(path: Path, *names: str) -> None:
+    """Let the manifest of a package agree with changed files."""
+    manifest = load_manifest(path)
+    kept = [file for file in manifest.files if file.path not in names]
+    files = tuple(kept + [file_entry(path, name) for name in names])
+    replace(manifest, files=files).save(path)
 
 
 def package(checkpoint: Path, **geometry: Any) -> Package:

@@ -25,7 +25,7 @@ from qwen_mtp.custom_ops.operator import MICROSOFT, Operator
 from qwen_mtp.errors import MissingExtraError, PackageError
 from qwen_mtp.export import lowering
 from qwen_mtp.export.aten import Form
-from qwen_mtp.export.package import file_entry, write_package
+from qwen_mtp.export.package import write_package
 from qwen_mtp.export.plan import plan_export
 from qwen_mtp.golden import write_golden
 from qwen_mtp.graphs.manifest import MANIFEST, load_manifest
@@ -34,7 +34,7 @@ from qwen_mtp.progress import Silent
 from qwen_mtp.runtime.native import find_kernels
 from qwen_mtp.runtime.session import Session
 from qwen_mtp.verify import Report, record_verification, verify_package
-from tests.packages import package, random_checkpoint, scratch
+from tests.packages import package, random_checkpoint, relist, scratch
 
 RUN = ["files", "load", "rows", "golden", "decoding", "sampler"]
 SMALL = Geometry(
@@ -72,14 +72,6 @@ def export(path: Path, geometry: Geometry = SMALL) -> Path:
     write_package(plan_export(random_checkpoint(0), geometry), path, Silent())
     write_golden(path)
     return path
-
-
-def relist(path: Path, *names: str) -> None:
-    """Let the manifest agree with changed files."""
-    manifest = load_manifest(path)
-    kept = [file for file in manifest.files if file.path not in names]
-    files = tuple(kept + [file_entry(path, name) for name in names])
-    msgspec.structs.replace(manifest, files=files).save(path)
 
 
 def verified(path: Path, checkpoint: Path | None = None) -> Report:

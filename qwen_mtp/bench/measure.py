@@ -104,9 +104,8 @@ def _occupy(
 
 @contextmanager
 def _metered(threads: int, native: bool | None) -> Iterator[ReadMeter]:
-    meter = ReadMeter(
-        threads, NativeKernels(None) if native is False else find_kernels(build=False)
-    )
+    kernels = NativeKernels(None) if native is False else find_kernels(build=False)
+    meter = ReadMeter(threads, kernels)
     try:
         yield meter
     finally:

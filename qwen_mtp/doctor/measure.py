@@ -18,6 +18,7 @@ from qwen_mtp.doctor.products import Probe, ProbeShape, in_turn, read_speed, som
 from qwen_mtp.doctor.report import DoctorReport
 from qwen_mtp.errors import RequestError
 from qwen_mtp.progress import Progress, Silent
+from qwen_mtp.runtime.native import find_kernels
 
 ROWS = (1, 2, 4, 8)
 ROUNDS = 7

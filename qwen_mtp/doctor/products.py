@@ -21,6 +21,7 @@ from qwen_mtp.bench.costs import Samples
 from qwen_mtp.custom_ops.linear import BLOCK
 from qwen_mtp.custom_ops.operator import MICROSOFT, NAMESPACE
 from qwen_mtp.doctor.onnx_bytes import GIVEN, Node, Value, model_bytes
+from qwen_mtp.runtime.native import NativeKernels, memory_reader
 
 Array = npt.NDArray[Any]
 HIDDEN, WIDE = 1024, 3584
