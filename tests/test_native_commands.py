@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from qwen_mtp.errors import RequestError
+from qwen_mtp.errors import PackageError, RequestError
 from qwen_mtp.runtime.engine import Engine
 from qwen_mtp.runtime.engines import kernels_of, open_engine
 from qwen_mtp.runtime.llm import LLM
@@ -16,6 +16,7 @@ from qwen_mtp.runtime.native import find_kernels
 from qwen_mtp.runtime.package import Package
 from qwen_mtp.verify import verify_package
 from tests.commands import package_copy, qwen_mtp, refused, verified_package
+from tests.packages import relist
 
 PHASE = "compiling the native kernels for this CPU, once"
 RUN = ("run", "--prompt-ids", "1,2,3", "--max-tokens", 3, "--json")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
-from time import perf_counter
+from time import perf_counter, sleep
 
 import numpy as np
 
@@ -31,6 +31,7 @@ _INSTRUCTIONS = (
     "i8mm",
     "sve",
 )
+ASLEEP_S = 0.1  # threads of a session look for work for a while before they leave the cores
 LARGEST, LEAST = 1 << 30, 1 << 26  # bytes: beyond any cache, and worth the threads
 
 
@@ -95,6 +96,7 @@ class ReadMeter:
 
     def read(self) -> None:
         """Go through the buffer once."""
+        sleep(ASLEEP_S)
         start = perf_counter()
         for _ in self._pool.map(self._one, self._parts):
             pass
