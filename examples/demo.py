@@ -82,14 +82,19 @@ def tokens_per_pass(stats: Sequence[Stats]) -> float:
 
 
 def measure() -> bool:
-    """Measure the package as ``qwen-mtp bench`` does; whether every text was equal again.
+    """Measure the package, and ask what would serve this machine best; whether texts were equal.
 
     A process of its own is measured, because this one still holds what the export needed.
     """
-    print(f"\nqwen-mtp bench {PACKAGE.name} --html {REPORT.name} ...\n", flush=True)
-    command = [sys.executable, "-c", "from qwen_mtp.cli import main; main()", "bench"]
-    options = ["--tokens", "32", "--repeat", "1", "--html", str(REPORT), "-q"]
-    return subprocess.run([*command, str(PACKAGE), *options], check=False).returncode == 0
+    options = ["--tokens", "32", "--repeat", "1", "--html", REPORT.name, "-q"]
+    return command("bench", *options) and command("doctor", "-q")
+
+
+def command(name: str, *options: str) -> bool:
+    """Run a command of ``qwen-mtp`` on the package; whether it was content."""
+    print(f"\n$ qwen-mtp {' '.join([name, PACKAGE.name, *options])}\n", flush=True)
+    python = [sys.executable, "-c", "from qwen_mtp.cli import main; main()", name, PACKAGE.name]
+    return subprocess.run([*python, *options], cwd=PACKAGE.parent, check=False).returncode == 0
 
 
 def main() -> int:
