@@ -27,7 +27,7 @@ import onnxruntime as ort
 from qwen_mtp.errors import PackageError, RequestError
 from qwen_mtp.graphs.manifest import REMEDY, SELECTOR
 from qwen_mtp.graphs.spec import GraphSpec, StateSpec, TensorSpec
-from qwen_mtp.runtime.native import NativeKernels, find_kernels
+from qwen_mtp.runtime.native import NativeKernels, find_kernels, slow_products
 from qwen_mtp.runtime.package import Package
 
 Array = npt.NDArray[Any]
@@ -286,6 +286,8 @@ def _kernels(package: Package, native: bool | None) -> NativeKernels:
         return NativeKernels(None, "not asked for")
     if package.manifest.native_file is None:
         raise RequestError(f"{package.directory}: has no model for native kernels; leave it out")
+    if native is None and (reason := slow_products(package.manifest.geometry.format)):
+        return NativeKernels(None, reason)
     found = find_kernels()
     if native and found.library is None:
         raise RequestError(f"native kernels: {found.reason}")

@@ -62,8 +62,10 @@ def prepare_kernels(package: Package, native: bool | None, progress: Progress) -
     """Compile the native kernels in a phase of its own, where loading the package would do it."""
     if native is False or package.manifest.native_file is None:
         return
-    from qwen_mtp.runtime.native import find_kernels
+    from qwen_mtp.runtime.native import find_kernels, slow_products
 
+    if native is None and slow_products(package.manifest.geometry.format):
+        return
     if find_kernels(build=False).pending:
         progress.phase("compiling the native kernels for this CPU, once")
         find_kernels()

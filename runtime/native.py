@@ -20,11 +20,13 @@ from time import perf_counter
 import numpy as np
 import numpy.typing as npt
 
+from qwen_mtp.graphs.spec import WeightFormat
 from qwen_mtp.runtime.native_build import FLAGS, build_library
 from qwen_mtp.runtime.native_cache import Cache
 
 COMPILERS = ("c++", "g++", "clang++")
 SWITCH = "QWEN_MTP_NATIVE"
+FAST = ("avx512_vnni", "avx512bw")
 CACHE = "QWEN_MTP_CACHE"
 ELSEWHERE = f"set {CACHE} to another directory"
 AGAIN = "qwen-mtp compile --force tries again"
@@ -68,6 +70,17 @@ def find_kernels(*, build: bool = True, force: bool = False) -> NativeKernels:
     except OSError as error:
         where = f"{os.fsdecode(error.filename)}: " if error.filename else ""
         return NativeKernels(None, f"{where}{error.strerror or error}; {ELSEWHERE}")
+
+
+def slow_products(format: WeightFormat) -> str:
+    """Why packages of a weight format run better without the kernels here; "" where they do not.
+
+    The integer products are written for AVX-512 VNNI. On other processors they are plain loops,
+    several times slower than those of ONNX Runtime.
+    """
+    if format not in ("int8", "int4") or set(FAST) <= set(_processor()):
+        return ""
+    return f"this CPU lacks {' or '.join(FAST)}, which fast products need; --native insists"
 
 
 def memory_reader(kernels: NativeKernels) -> Callable[[npt.NDArray[np.float32]], object]:
