@@ -14,6 +14,7 @@ from qwen_mtp.errors import RequestError, VerificationError
 from qwen_mtp.options import (
     DIRECTORY,
     IdList,
+    Number,
     json_option,
     native_option,
     quiet_option,
@@ -55,7 +56,7 @@ class NumberList(click.ParamType[tuple[Any, ...]]):
 @click.option(
     "--forced-acceptance",
     "acceptances",
-    type=NumberList(click.FloatRange(0, 1), "A"),
+    type=NumberList(Number(0, 1), "A"),
     default="0,0.6,0.8,1",
     show_default=True,
     help="Scripted drafts: each is right with this probability.",

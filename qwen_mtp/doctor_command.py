@@ -5,14 +5,14 @@ from pathlib import Path
 import click
 
 from qwen_mtp.console import end_on_signals, errors_as_lines, print_json, reporter
-from qwen_mtp.options import DIRECTORY, json_option, quiet_option, threads_option
+from qwen_mtp.options import DIRECTORY, Number, json_option, quiet_option, threads_option
 
 
 @click.command("doctor")
 @click.argument("package", type=DIRECTORY, required=False)
 @click.option(
     "--weights-gb",
-    type=click.FloatRange(0.001, 10000),
+    type=Number(0.001, 10000),
     help="Without PACKAGE: the size of the model in int8, in GB  [default: 0.75]",
 )
 @threads_option

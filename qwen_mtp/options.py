@@ -1,5 +1,6 @@
 """What the commands take: types of values, and the options of an export and of a request."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,19 @@ class LookaheadList(click.ParamType[tuple[int, ...]]):
             return value
         parse: Any = click.IntRange(1, 15)
         return tuple(parse.convert(part.strip(), param, ctx) for part in str(value).split(","))
+
+
+class Number(click.FloatRange):
+    """A number within limits; ``nan``, which no limit refuses, is none."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Parse and compare."""
+        number = float(super().convert(value, param, ctx))
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number.", param, ctx)
+        return number
 
 
 class IdList(click.ParamType[list[int]]):

@@ -354,3 +354,7 @@ def test_doctor_looks_at_the_machine_and_a_package(monkeypatch: pytest.MonkeyPat
 def test_doctor_refuses_what_it_cannot_look_at(tmp_path: Path) -> None:
     refused(qwen_mtp("doctor", tmp_path, "-q"), 1, "manifest.json")
     refused(qwen_mtp("doctor", tmp_path, "--weights-gb", 1), 2, "--weights-gb")
+    refused(qwen_mtp("doctor", "--weights-gb", "nan"), 2, "'nan' is")
+    refused(
+        qwen_mtp("bench", tmp_path, "--forced-acceptance", "1,nan"), 2, "'nan' is not a number"
+    )

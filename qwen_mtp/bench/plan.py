@@ -15,6 +15,7 @@ from qwen_mtp.runtime.text import Text
 ACCEPTANCES = (0.0, 0.6, 0.8, 1.0)
 CONTEXT = 256
 TOKENS = 48
+LEAST = 4  # positions: a prompt and some passes
 # Continued when no prompt is given; repeated or cut to the length of the context.
 TEXT = '''"""Reads records from a text file, one a line, and sums them up by name."""
 
@@ -165,6 +166,11 @@ def _contexts(manifest: PackageManifest, asked: tuple[int, ...] | None) -> tuple
     """Those that are asked for; else 256, four times as long and so on, and the longest."""
     limit = manifest.geometry.max_model_len
     most = limit - manifest.geometry.max_rows
+    if limit < LEAST:
+        raise RequestError(
+            f"max_model_len is {limit}: bench needs {LEAST} positions; export with a larger "
+            "--max-model-len"
+        )
     for context in asked or ():
         if not 1 <= context <= most:
             raise RequestError(
