@@ -141,13 +141,15 @@ def _whole_file(path: Path | None, package: Path) -> Iterator[IO[str] | None]:
 
     Raises:
         OSError: No file can be written there; nothing else has happened yet.
-        RequestError: The same, because it is a directory or inside the package.
+        RequestError: The same, because it is a directory, a device or inside the package.
     """
     if path is None:
         yield None
         return
     if path.is_dir():
         raise RequestError(f"{path} is a directory; give the name of a file for --html")
+    if path.exists() and not path.is_file():  # a device, which a page must not replace
+        raise RequestError(f"{path} is no regular file; give the name of one for --html")
     if package.resolve() in path.resolve().parents:
         raise RequestError(f"{path} lies in the package, which is whole; write --html beside it")
     try:

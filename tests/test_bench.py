@@ -1,6 +1,7 @@
 """``qwen-mtp bench``: what its numbers must add up to, and what it refuses."""
 
 import json
+import os
 import re
 from dataclasses import replace
 from functools import cache
@@ -253,6 +254,7 @@ def test_the_text_says_what_was_found() -> None:
         (("--context", "16,63"), ("context holds 63", "1..62")),
         (("--tokens", "64"), ("--tokens",)),
         (("--html", "{dir}"), ("is a directory",)),
+        (("--html", "{dir}/pipe"), ("is no regular file",)),
         (("--html", "{package}/page.html"), ("page.html lies in the package", "beside")),
         (("--html", "{dir}/none/page.html"), ("none/page.html: No such file",)),
         (("--html", "{dir}/page.html", "--tokens", "64"), ("--tokens",)),
@@ -264,6 +266,7 @@ def test_what_cannot_be_measured_is_one_line_and_leaves_nothing(
     (tmp_path / "empty.txt").write_bytes(b"")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     (tmp_path / "long.txt").write_text("word " * 100, encoding="utf-8")
+    os.mkfifo(tmp_path / "pipe")
     before = sorted(tmp_path.iterdir())
     package, _ = exported("-k", "1")
     given = [option.format(dir=tmp_path, package=package) for option in options]
