@@ -86,13 +86,15 @@ class Engine:
         self._apart = "{graph}" in package.manifest.model_file
         self._keep_logits = keep_logits
         self.kernels = _kernels(package, native)
+        if self.kernels.library is not None:
+            _check_native(package)
         with open(package.directory / package.manifest.weights_file, "rb") as file:
             self._weights = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         threads = threads or len(os.sched_getaffinity(0))
         try:
             self._sessions = self._load(threads)
         except PackageError as error:
-            if native or self.kernels.library is None or not self._native_is_whole():
+            if native or self.kernels.library is None:
                 raise
             self.kernels = NativeKernels(None, str(error))  # a package of another release
             self._sessions = self._load(threads)
@@ -132,13 +134,6 @@ class Engine:
         if self.kernels.library is not None:
             return self.package.directory / str(manifest.native_file)
         return self.package.directory / manifest.model_path(graph)
-
-    def _native_is_whole(self) -> bool:
-        """Whether the native model is the one that was written: damage is no reason to run on."""
-        manifest = self.package.manifest
-        (listed,) = (file for file in manifest.files if file.path == manifest.native_file)
-        data = (self.package.directory / listed.path).read_bytes()
-        return hashlib.sha256(data).hexdigest() == listed.sha256
 
     def _settle_pages(self) -> None:
         """Map the weight file for native kernels, or give it back to the page cache.
@@ -292,6 +287,15 @@ def _kernels(package: Package, native: bool | None) -> NativeKernels:
     if native and found.library is None:
         raise RequestError(f"native kernels: {found.reason}")
     return found
+
+
+def _check_native(package: Package) -> None:
+    """Refuse a native model that is not the one that was written: kernels believe its sizes."""
+    manifest = package.manifest
+    (listed,) = (file for file in manifest.files if file.path == manifest.native_file)
+    path = package.directory / listed.path
+    if hashlib.sha256(path.read_bytes()).hexdigest() != listed.sha256:
+        raise PackageError(f"{path}: is not the file that the manifest lists; {REMEDY}")
 
 
 def _open(path: Path, options: ort.SessionOptions) -> ort.InferenceSession:
