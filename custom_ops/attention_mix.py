@@ -53,43 +53,16 @@ def _fake(q: Any, gate: Any, *_: Any) -> Any:
     return q.new_empty((batch * rows, gate.shape[-1]))
 
 
-def _composed(
-    q: Any,
-    gate: Any,
-    k_pool: Any,
-    v_pool: Any,
-    table: Any,
-    start: Any,
-    count: Any,
-    extra_k: Any,
-    extra_v: Any,
-    block_size: int,
-) -> Any:
+def _composed(q: Any, gate: Any, *rest: Any) -> Any:
     import torch
 
     width = gate.shape[-1]
-    mixed = torch.ops.qwen_mtp.paged_attention(
-        q, k_pool, v_pool, table, start, count, extra_k, extra_v, block_size
-    )
+    mixed = torch.ops.qwen_mtp.paged_attention(q, *rest)
     return mixed.reshape(-1, width) * torch.sigmoid(gate.reshape(-1, width))
 
 
-def _native(
-    op: Any,
-    q: Any,
-    gate: Any,
-    k_pool: Any,
-    v_pool: Any,
-    table: Any,
-    start: Any,
-    count: Any,
-    extra_k: Any,
-    extra_v: Any,
-    block_size: int,
-) -> Any:
-    return attention_native(
-        op, q, k_pool, v_pool, table, start, count, extra_k, extra_v, block_size, gate
-    )
+def _native(op: Any, q: Any, gate: Any, *rest: Any) -> Any:
+    return attention_native(op, q, *(*rest, gate))
 
 
 ATTENTION_MIX = Operator(

@@ -78,7 +78,7 @@ def slow_products(format: WeightFormat) -> str:
     The integer products are written for AVX-512 VNNI. On other processors they are plain loops,
     several times slower than those of ONNX Runtime.
     """
-    if format not in ("int8", "int4") or set(FAST) <= set(_processor()):
+    if format not in ("int8", "int4") or set(FAST) <= set(processor()):
         return ""
     return f"this CPU lacks {' or '.join(FAST)}, which fast products need; --native insists"
 
@@ -172,13 +172,13 @@ def _no_compiler() -> str:
 
 def _digest() -> str:
     """One name for sources, flags and processor: another of any is another library."""
-    whole = hashlib.sha256("\0".join((*FLAGS, *_processor())).encode())
+    whole = hashlib.sha256("\0".join((*FLAGS, *processor())).encode())
     for path in sources():
         whole.update(path.name.encode() + b"\0" + path.read_bytes())
     return whole.hexdigest()[:16]
 
 
-def _processor() -> Sequence[str]:
+def processor() -> Sequence[str]:
     """What ``-march=native`` depends on: architecture and instruction sets."""
     lines = [os.uname().machine]
     with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:

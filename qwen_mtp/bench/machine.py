@@ -15,7 +15,7 @@ import numpy as np
 from qwen_mtp.bench.costs import Samples
 from qwen_mtp.bench.report import Bandwidth, Machine
 from qwen_mtp.checks_report import this_machine
-from qwen_mtp.runtime.native import NativeKernels, memory_reader
+from qwen_mtp.runtime.native import NativeKernels, memory_reader, processor
 
 # What decides which kernels of ONNX Runtime run, in the names of /proc/cpuinfo.
 _INSTRUCTIONS = (
@@ -115,9 +115,7 @@ class ReadMeter:
 
 
 def _instructions() -> tuple[str, ...]:
-    lines = _lines("/proc/cpuinfo")
-    found = {word for line in lines if line.startswith(("flags", "Features")) for word in
-             line.partition(":")[2].split()}  # fmt: skip
+    found = processor()
     return tuple(name for name in _INSTRUCTIONS if name in found)
 
 
